@@ -1,0 +1,1 @@
+"""Plain jnp: the baseline, its teaching siblings, and the float64 oracles that judge both sides."""
