@@ -1,0 +1,176 @@
+"""Times compiled calls: compile, wall and device time apart, interleaved, on inputs that differ between repetitions.
+
+Ratios of medians from one interleaved run are what to compare; absolute times drift with the machine. Wall time runs
+from dispatch until every output is ready. Device time is read on GPUs only: the sum of the call's kernels
+as CUPTI reports them, or else the spacing of queued calls. Before each repetition on a GPU a buffer larger than the
+L2 cache is overwritten, outside the timed region.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .problem import InvalidInput
+from .records import TimingRecord
+
+FLUSH_BYTES = 256 * 2**20
+"""Above the L2 cache of any current GPU."""
+
+
+@dataclass
+class Call:
+    """One thing to time: a compiled function, its input variants, and what was measured."""
+
+    what: str
+    run: Callable[..., Any]
+    inputs: Sequence[tuple[Any, ...]]
+    """Variants; repetition i uses variant i mod len."""
+    compile_s: float = 0.0
+    temp_bytes: int | None = None
+    peak_bytes: int | None = None
+    wall_s: list[float] = field(default_factory=list)
+    device_s: list[float] = field(default_factory=list)
+    device_timer: str = ""
+    last: tuple[int, Any] | None = None
+    """Variant and outputs of the last timed repetition, to be judged."""
+
+    def record(self, *, useful_flops: float = 0.0, bytes_moved: float = 0.0) -> TimingRecord:
+        """The measurement as it is stored."""
+        return TimingRecord(
+            what=self.what,
+            compile_s=self.compile_s,
+            wall_s=self.wall_s,
+            device_s=self.device_s,
+            device_timer=self.device_timer,
+            useful_flops=useful_flops,
+            bytes_moved=bytes_moved,
+            temp_bytes=self.temp_bytes,
+            peak_bytes=self.peak_bytes,
+        )
+
+
+def prepare(what: str, function: Callable[..., Any], inputs: Sequence[tuple[Any, ...]], *, eager: bool = False) -> Call:
+    """Compiles `function` for the first variant and reads XLA's memory figures; an eager function is left as it is.
+
+    Raises InvalidInput when there are no variants, or when one variant would repeat: a cached answer must not win.
+    """
+    if not inputs:
+        raise InvalidInput(f"{what} has no inputs to time; accepted: one variant or more")
+    if eager:
+        return Call(what, function, inputs)
+    start = time.perf_counter()
+    compiled = jax.jit(function).lower(*inputs[0]).compile()
+    call = Call(what, compiled, inputs, compile_s=time.perf_counter() - start)
+    memory = compiled.memory_analysis()
+    if memory is not None:
+        call.temp_bytes = int(memory.temp_size_in_bytes)
+        call.peak_bytes = int(memory.temp_size_in_bytes + memory.argument_size_in_bytes + memory.output_size_in_bytes)
+    return call
+
+
+def measure(
+    calls: Sequence[Call],
+    *,
+    rounds: int | None = None,
+    budget_s: float = 5.0,
+    least: int = 5,
+    most: int = 30,
+    warmup: int = 1,
+    tick: Callable[[], None] = lambda: None,
+) -> None:
+    """Times the calls in turn, round by round, so that a slow moment meets all of them; fills each call's lists.
+
+    Every other round runs in reverse order. Without `rounds`, as many as `budget_s` allows, from `least` to `most`.
+    `tick` is called after each repetition.
+    """
+    cost = 0.0
+    for call in calls:
+        for _ in range(max(warmup, 1)):
+            start = time.perf_counter()
+            jax.block_until_ready(call.run(*call.inputs[-1]))
+            elapsed = time.perf_counter() - start
+        if not call.compile_s:  # eager: the first call traced and compiled its pieces
+            call.compile_s = elapsed
+            start = time.perf_counter()
+            jax.block_until_ready(call.run(*call.inputs[-1]))
+            elapsed = time.perf_counter() - start
+        cost += elapsed
+    count = rounds if rounds is not None else max(least, min(most, int(budget_s / max(cost, 1e-9))))
+    flush = _flusher()
+    for i in range(count):
+        for call in calls if i % 2 == 0 else list(reversed(calls)):
+            variant = i % len(call.inputs)
+            flush()
+            start = time.perf_counter()
+            out = jax.block_until_ready(call.run(*call.inputs[variant]))
+            call.wall_s.append(time.perf_counter() - start)
+            call.last = (variant, out)
+            del out
+            tick()
+    if jax.default_backend() == "gpu":
+        for call in calls:
+            call.device_s, call.device_timer = _device_times(call, count, flush)
+
+
+def rounds_for(one_round_s: float, budget_s: float, least: int, most: int) -> int:
+    """How many rounds of a known cost fit a budget."""
+    return max(least, min(most, int(budget_s / max(one_round_s, 1e-9))))
+
+
+def _flusher() -> Callable[[], None]:
+    if jax.default_backend() != "gpu":
+        return lambda: None
+    fill = jax.jit(lambda seed: jnp.full((FLUSH_BYTES // 4,), seed, jnp.float32))
+    state = {"seed": 0.0}
+
+    def flush() -> None:
+        state["seed"] += 1.0
+        jax.block_until_ready(fill(state["seed"]))
+
+    return flush
+
+
+def _device_times(call: Call, count: int, flush: Callable[[], None]) -> tuple[list[float], str]:
+    """Kernel times by CUPTI, one repetition at a time; queued calls where CUPTI is not to be had."""
+    extension = _cupti()
+    if extension is None:
+        return _queued_times(call, count), "queued calls"
+    times = []
+    for i in range(count):
+        flush()
+        extension._cupti_init()
+        try:
+            jax.block_until_ready(call.run(*call.inputs[i % len(call.inputs)]))
+        finally:
+            kernels = extension._cupti_get_timings(False)
+        times.append(sum(milliseconds for _, milliseconds in kernels) / 1e3)
+    if min(times) <= 0:  # kernels launched from a graph may be invisible to this subscriber
+        return _queued_times(call, count), "queued calls"
+    return times, "CUPTI kernels"
+
+
+def _queued_times(call: Call, count: int, depth: int = 8) -> list[float]:
+    """(time of 2*depth queued calls - time of depth) / depth: the device's pace once launches are hidden."""
+
+    def queue(n: int, i: int) -> float:
+        start = time.perf_counter()
+        outs = [call.run(*call.inputs[(i + j) % len(call.inputs)]) for j in range(n)]
+        jax.block_until_ready(outs)
+        return time.perf_counter() - start
+
+    times = [(queue(2 * depth, i) - queue(depth, i)) / depth for i in range(count)]
+    return [t for t in times if t > 0]
+
+
+def _cupti() -> Any | None:
+    try:
+        from jax._src.lib import mosaic_gpu
+    except ImportError:
+        return None
+    return getattr(mosaic_gpu, "_mosaic_gpu_ext", None)
