@@ -81,46 +81,50 @@ def measure(
     budget_s: float = 5.0,
     least: int = 5,
     most: int = 30,
-    warmup: int = 1,
     tick: Callable[[], None] = lambda: None,
 ) -> None:
     """Times the calls in turn, round by round, so that a slow moment meets all of them; fills each call's lists.
 
-    Every other round runs in reverse order. Without `rounds`, as many as `budget_s` allows, from `least` to `most`.
-    `tick` is called after each repetition.
+    Every other round runs in reverse order. Without `rounds`, each call repeats as often as its share of `budget_s`
+    allows, `least` to `most` times; a call that is longer than its whole share repeats once. `tick` is called after each repetition.
     """
-    cost = 0.0
-    for call in calls:
-        for _ in range(max(warmup, 1)):
-            start = time.perf_counter()
-            jax.block_until_ready(call.run(*call.inputs[-1]))
-            elapsed = time.perf_counter() - start
-        if not call.compile_s:  # eager: the first call traced and compiled its pieces
-            call.compile_s = elapsed
-            start = time.perf_counter()
-            jax.block_until_ready(call.run(*call.inputs[-1]))
-            elapsed = time.perf_counter() - start
-        cost += elapsed
-    count = rounds if rounds is not None else max(least, min(most, int(budget_s / max(cost, 1e-9))))
+    counts = [_warm(call, rounds, budget_s / max(len(calls), 1), least, most) for call in calls]
     flush = _flusher()
-    for i in range(count):
-        for call in calls if i % 2 == 0 else list(reversed(calls)):
-            variant = i % len(call.inputs)
-            flush()
-            start = time.perf_counter()
-            out = jax.block_until_ready(call.run(*call.inputs[variant]))
-            call.wall_s.append(time.perf_counter() - start)
-            call.last = (variant, out)
-            del out
+    for i in range(max(counts, default=0)):
+        turn = [call for call, count in zip(calls, counts, strict=True) if i < count]
+        for call in turn if i % 2 == 0 else reversed(turn):
+            _repeat(call, i % len(call.inputs), flush)
             tick()
     if jax.default_backend() == "gpu":
-        for call in calls:
+        for call, count in zip(calls, counts, strict=True):
             call.device_s, call.device_timer = _device_times(call, count, flush)
 
 
-def rounds_for(one_round_s: float, budget_s: float, least: int, most: int) -> int:
-    """How many rounds of a known cost fit a budget."""
-    return max(least, min(most, int(budget_s / max(one_round_s, 1e-9))))
+def _warm(call: Call, rounds: int | None, share_s: float, least: int, most: int) -> int:
+    """Runs the call untimed, and says how often to repeat it."""
+    elapsed = _once(call)
+    if not call.compile_s:  # eager: the first call traced and compiled its pieces
+        call.compile_s = elapsed
+    if elapsed < share_s:
+        elapsed = _once(call)
+    if rounds is not None:
+        return rounds
+    return 1 if elapsed > share_s else max(least, min(most, int(share_s / max(elapsed, 1e-9))))
+
+
+def _once(call: Call) -> float:
+    start = time.perf_counter()
+    jax.block_until_ready(call.run(*call.inputs[-1]))
+    return time.perf_counter() - start
+
+
+def _repeat(call: Call, variant: int, flush: Callable[[], None]) -> None:
+    call.last = None  # frees the outputs before the next ones are made
+    flush()
+    start = time.perf_counter()
+    out = jax.block_until_ready(call.run(*call.inputs[variant]))
+    call.wall_s.append(time.perf_counter() - start)
+    call.last = (variant, out)
 
 
 def _flusher() -> Callable[[], None]:

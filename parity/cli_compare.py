@@ -1,0 +1,107 @@
+"""`compare`: do the implementations agree here, and how fast are they? The main job; needs no arguments."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from . import options as o
+from .problem import InvalidInput
+from .records import Record, new_record, write
+from .tables import print_record
+from .terminal import out, progress
+
+
+def compare(
+    preset: o.PRESET = None,
+    full: o.FULL = False,
+    tokens: o.TOKENS = None,
+    experts: o.EXPERTS = None,
+    topk: o.TOPK = None,
+    width: o.WIDTH = None,
+    expert_width: o.EXPERT_WIDTH = None,
+    groups: o.GROUPS = None,
+    skew: o.SKEW = None,
+    exponent: o.EXPONENT = 1.0,
+    text: o.TEXT = None,
+    trace: o.TRACE = None,
+    save_trace: Annotated[Path | None, typer.Option(help="Write the compared routing here, for --trace.")] = None,
+    x: o.X = None,
+    dtype: o.DTYPE = None,
+    precision: o.PRECISION = "highest",
+    ep: o.EP = None,
+    impl: o.IMPL = None,
+    grad: Annotated[bool, typer.Option(help="Compare and time gradients too.")] = True,
+    timing: Annotated[bool, typer.Option(help="Time what agreed.")] = True,
+    seed: o.SEED = 0,
+    out_: o.OUT = None,
+) -> int:
+    """Compares every implementation that can run here with the oracle, then times those that agree.
+
+    Without arguments: the routing shape of a real model, shrunk to this machine, with skewed (zipf) loads.
+    """
+    from .measure import Options, run_case
+    from .workload import Request, build
+
+    asked = {k: v for k, v in locals().items() if k in o.RECORDED and v not in (None, [], ())}
+    target = o.record_path(out_, "dropless")
+    o.check_writable(save_trace)
+    o.start_devices(ep)
+    workload = build(
+        Request(
+            preset=preset,
+            full=full,
+            tokens=tokens,
+            experts=experts,
+            topk=topk,
+            width=width,
+            expert_width=expert_width,
+            groups=groups,
+            skew=skew,
+            exponent=exponent,
+            text=text or [],
+            trace=trace,
+            x=x,
+            dtype=dtype,
+            precision=precision,
+            ep=ep,
+            seed=seed,
+        )
+    )
+    implementations = o.implementations(impl, ep)
+    if workload.nan_rows and grad:
+        out().print("x holds NaN: gradients are left out, since NaN reaches every gradient.", style="yellow")
+        grad = False
+    record = new_record("compare", seed=seed, command=_plain(asked))
+    with progress(3 * len(implementations) + 1, "oracle") as step:
+        case = run_case(
+            workload.cases, implementations, Options(grad=grad, layer=workload.layer, timing=timing, step=step)
+        )
+    case.label, case.source = workload.label, workload.source
+    record.cases.append(case)
+    if save_trace is not None:
+        from .trace import write_trace
+
+        write_trace(save_trace, workload.cases[0].routing)
+    print_record(record)
+    out().print(f"Record: {write(target, record)}", highlight=False, soft_wrap=True)
+    return 1 if record.disagreements else _ran_something(record)
+
+
+def _ran_something(record: Record) -> int:
+    """0, or InvalidInput (exit 2) when nothing that was asked for can run here."""
+    results = [r for c in record.cases for r in c.results]
+    if results and all(r.verdict == "cannot run" for r in results):
+        raise InvalidInput(f"nothing that was asked for can run here: {results[0].implementation}: {results[0].reason}")
+    return 0
+
+
+def _plain(asked: dict[str, Any]) -> dict[str, Any]:
+    def plain(v: Any) -> Any:
+        if isinstance(v, Path):
+            return v.name  # the folder says nothing about the run
+        return [plain(i) for i in v] if isinstance(v, list) else v
+
+    return {k: plain(v) for k, v in asked.items()}

@@ -1,0 +1,109 @@
+"""`list`, `doctor` and `bars`: what there is, what is wrong with this machine, and what counts as agreeing."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from typing import Annotated
+
+import typer
+
+from . import registry
+from .device import describe, environment
+from .interface import Support
+from .problem import InvalidInput
+from .terminal import out, table
+
+JSON = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
+
+
+def list_(as_json: JSON = False) -> int:
+    """Implementations: what each is, and for each that cannot run here the reason."""
+    rows = []
+    for name in registry.names():
+        entry = registry.BUILTIN.get(name)
+        support = _probe(name)
+        rows.append(
+            {
+                "name": name,
+                "folder": entry.folder if entry else "entry point",
+                "runs_on": entry.runs_on if entry else "",
+                "summary": entry.summary if entry else "",
+                "here": support.ok,
+                "reason": support.reason,
+            }
+        )
+    if as_json:
+        print(json.dumps(rows, indent=1))
+        return 0
+    t = table("implementation", "folder", "here", "what it is", title="Implementations")
+    for r in rows:
+        t.add_row(r["name"], r["folder"], "yes" if r["here"] else "no", r["summary"])
+    out().print(t)
+    for r in rows:
+        if not r["here"]:
+            out().print(f"[bold]{r['name']}[/] cannot run here: {r['reason']}", highlight=False)
+    return 0
+
+
+def doctor(as_json: JSON = False) -> int:
+    """Device, driver and library versions here, and every known-bad combination with what it does."""
+    from .doctor import diagnose
+
+    env = environment()
+    found = diagnose(env)
+    bad = [d for d in found if d.rule.level == "wrong results"]
+    if as_json:
+        findings = [
+            {
+                "rule": d.rule.name,
+                "level": d.rule.level,
+                "found": d.found,
+                "consequence": d.rule.consequence,
+                "remedy": d.rule.remedy,
+            }
+            for d in found
+        ]
+        print(json.dumps({"environment": env, "findings": findings}, indent=1))
+        return 1 if bad else 0
+    t = table("what", "value", title=describe(env))
+    for key, value in env.items():
+        if key == "versions":
+            for name, number in value.items():
+                source = env["versions_from"].get(name)
+                t.add_row(name, (number or "not installed") + (f" ({source})" if source and number else ""))
+        elif key not in ("versions_from", "flags"):
+            t.add_row(key.replace("_", " "), "none" if value is None else str(value))
+    for name, value in env["flags"].items():
+        t.add_row(name, value)
+    out().print(t)
+    for d in found:
+        style = {"note": "dim", "warning": "yellow", "wrong results": "bold red"}[d.rule.level]
+        out().print(f"[{style}]{d.rule.level}[/]: {d.rule.name} ({d.found}): {d.rule.consequence}", highlight=False)
+        out().print(f"  {d.rule.remedy}", highlight=False)
+    if not bad:
+        out().print("No combination known to give wrong results.")
+    return 1 if bad else 0
+
+
+def bars(as_json: JSON = False) -> int:
+    """The bars that decide "agree", and the roundings behind them, each with its derivation."""
+    rows = importlib.import_module(".tolerances", __package__).bar_table()
+    if as_json:
+        print(json.dumps([dict(r) for r in rows], indent=1))
+        return 0
+    columns = list(rows[0])
+    t = table(*columns, title="Bars: |error| / gauge, and what the gauge counts")
+    for r in rows:
+        t.add_row(*(str(r[c]) for c in columns))
+    out().print(t)
+    return 0
+
+
+def _probe(name: str) -> Support:
+    try:
+        return registry.get(name).available()
+    except InvalidInput as error:
+        return Support(False, str(error))
+    except ImportError as error:
+        return Support(False, f"its module does not import: {error}")
