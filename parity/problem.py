@@ -210,6 +210,13 @@ class Params:
         """A copy with other leaves."""
         return dataclasses.replace(self, **changes)
 
+    def need(self, name: str) -> Array:
+        """The leaf called `name`; raises InvalidInput when it is absent."""
+        leaf = getattr(self, name)
+        if leaf is None:
+            raise InvalidInput(f"params.{name} is None; the problem asks for it: accepted: an array, or a problem without it")
+        return leaf
+
     def named(self) -> dict[str, Array]:
         """The leaves that are present, by name."""
         return {f.name: leaf for f in dataclasses.fields(self) if (leaf := getattr(self, f.name)) is not None}
