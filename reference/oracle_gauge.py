@@ -1,0 +1,57 @@
+"""How rounding errors enter and travel: the oracle's arithmetic of variances, in units that `parity.tolerances` fixes.
+
+A tensor travels as (value, variance): the variance is the sum of squares of (unit roundoff x sensitivity) over every
+allowed rounding so far, and a gauge is its square root. Works on NumPy and on jnp arrays alike.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..parity.problem import Problem
+from ..parity.tolerances import COUNT, SUMMATION, TRANSCENDENTAL, underflow, unit_roundoff
+
+
+class Noise:
+    """The rounding model of one problem: storage dtype, float32 accumulators, operands of float32 products."""
+
+    def __init__(self, problem: Problem):
+        self.u2 = unit_roundoff(problem.dtype) ** 2
+        self.tiny2 = underflow(problem.dtype) ** 2
+        operand = unit_roundoff(problem.dtype, problem.precision)
+        self.operand2 = operand**2 if (problem.dtype, problem.precision) == ("float32", "tf32") else 0.0
+
+    def rounded(self, name: str, value: Any) -> Any:
+        """Variance of rounding `value` to the storage dtype as often as the table allows for `name`."""
+        return COUNT[name] * (self.u2 * value * value + self.tiny2)
+
+    def per_square(self, n: Any) -> Any:
+        """A float32 sum of n products adds this times sum (a b)^2 ...
+
+        Partial sums s_j, averaged over all orders, have sum_j s_j^2 = (n+1)/3 S^2 + ((n+1)/6 - 1/n) sum (a b)^2;
+        1 more for the products themselves, and both operands' rounding under tf32.
+        """
+        return SUMMATION**2 * ((n + 1) / 6 - 1 / n + 1) + 2 * self.operand2
+
+    def per_total(self, n: Any) -> Any:
+        """... and this times its square S^2."""
+        return SUMMATION**2 * (n + 1) / 3 + 2 * self.operand2
+
+    def partial_sums(self, n: Any, total: Any, squares: Any) -> Any:
+        """Variance of summing n >= 1 values in storage dtype, in any order."""
+        orders = (n + 1) / 3 * total * total + ((n + 1) / 6 - 1 / n) * squares
+        return COUNT["partial_sums"] * (self.u2 * orders + (n - 1) * self.tiny2)
+
+    def dot(self, a: Any, var_a: Any, b: Any, n: Any) -> tuple[Any, Any]:
+        """(a @ b, variance) for uncertain a and exact b, n terms a sum, float32 accumulator."""
+        value = a @ b
+        return value, (var_a + self.per_square(n) * a * a) @ (b * b) + self.per_total(n) * value * value
+
+    def outer_total(self, n: Any, value: Any, var: Any, squares: Any) -> Any:
+        """Variance of a parameter's gradient, a float32 sum over n tokens that is rounded once."""
+        return var + self.per_square(n) * squares + self.per_total(n) * value * value + self.rounded("gradient", value)
+
+
+def transcendental(argument: Any, magnitude: Any) -> Any:
+    """Variance of a float32 function value of this magnitude; exp's error grows with its argument."""
+    return ((TRANSCENDENTAL + abs(argument)) * SUMMATION * magnitude) ** 2

@@ -1,0 +1,165 @@
+"""The oracle's sums over slots and tokens: results of a token, parameters' gradients, and the auxiliary losses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..parity.interface import Judged
+from ..parity.problem import Problem
+from ..parity.tolerances import SUMMATION
+from . import oracle_router as router
+from .oracle_gauge import Noise
+
+_COHERENT = 0.05
+"""Share of a row's variance that may be common to the whole row before its width stops counting as independent errors."""
+
+
+class TokenSum:
+    """A [T, D] result: for each token a sum over slots, with what partial sums in storage dtype would add."""
+
+    def __init__(self, tokens: int, width: int):
+        self.value, self.var, self.squares, self.coherent = (np.zeros((tokens, width)) for _ in range(4))
+        self.n = np.zeros((tokens, 1))
+
+    def add(self, t: Any, value: Any, var: Any, coherent: Any = 0.0) -> None:
+        """One more term for token t; `coherent` is the part of var that moves the whole row together."""
+        self.value[t] += value
+        self.var[t] += var
+        self.squares[t] += value * value
+        self.coherent[t] += coherent
+        self.n[t] += 1
+
+    def part(self, noise: Noise) -> None:
+        """The sum so far may be rounded before more is added."""
+        self.var += np.where(self.n > 0, noise.rounded("part", self.value), 0.0)
+
+    def judged(self, noise: Noise, name: str, dof: int, few: int, kinks: int = 0) -> Judged:
+        """Value and gauge; tokens without any term are exactly 0. `few` independent errors if a row moves together."""
+        n = np.maximum(self.n, 1)
+        var = self.var + noise.partial_sums(n, self.value, self.squares) + noise.rounded(name, self.value)
+        together = np.nan_to_num(self.coherent).sum(-1) > _COHERENT * np.nan_to_num(var).sum(-1)
+        gauge = np.sqrt(np.where(self.n > 0, var, 0.0))
+        return Judged(self.value, gauge, kinks, min(dof, few) if together.any() else dof)
+
+
+class Gradients:
+    """Everything an evaluation adds up."""
+
+    def __init__(self, problem: Problem, noise: Noise, params: dict[str, np.ndarray], *, backward: bool):
+        self.problem, self.noise, self.backward = problem, noise, backward
+        self.y, self.x = TokenSum(problem.T, problem.D), TokenSum(problem.T, problem.D)
+        self.dweight, self.var_dweight = np.zeros((problem.T, problem.K)), np.zeros((problem.T, problem.K))
+        self.sums = {
+            name: [np.zeros_like(leaf) for _ in range(3)]
+            for name, leaf in params.items()
+            if backward and name != "expert_bias"
+        }
+        self.params = params
+        self.gauges: dict[str, np.ndarray] = {}
+        self.tokens: dict[str, Any] = {}
+        self.kinks = self.kinks_shared = 0
+
+    def add_expert(self, e: int, x: np.ndarray, dy: np.ndarray, b: Any) -> None:
+        """One row of expert e."""
+        self._outer("wi", e, x, b.dpre, b.var_dpre)
+        self._outer("wo", e, dy, b.weighted_h, b.var_weighted_h, transpose=True)
+        self._sum("wi_bias", e, b.dpre, b.var_dpre)
+        self._sum("wo_bias", e, b.dbias, b.var_dbias)
+
+    def add_shared(self, x: np.ndarray, dy: np.ndarray, b: Any) -> None:
+        """One row of the shared expert."""
+        self._outer("shared_wi", ..., x, b.dpre, b.var_dpre)
+        self._outer("shared_wo", ..., dy, b.weighted_h, b.var_weighted_h, transpose=True)
+
+    def add_gate(self, x: np.ndarray, dlogits: np.ndarray, var: np.ndarray) -> None:
+        """One token's share of the router's parameters."""
+        self._outer("gate_kernel", ..., x, dlogits, var)
+        self._sum("gate_bias", ..., dlogits, var)
+
+    def judged(self, counts: np.ndarray, tokens: int | None = None) -> dict[str, Judged]:
+        """All tensors by name; `tokens` is the number of real ones in a layer, None for the routed experts alone."""
+        problem, noise, layer = self.problem, self.noise, tokens is not None
+        dof = min(problem.D, problem.F, problem.experts.shared_F or problem.F) if layer else min(problem.D, problem.F)
+        kinks = self.kinks + self.kinks_shared
+        out = {"y": self.y.judged(noise, "y", dof, problem.K)}
+        if not self.backward:
+            return out
+        out["x"] = self.x.judged(noise, "dx", dof, problem.K, kinks)
+        if not layer:
+            out["topk_weights"] = Judged(self.dweight, np.sqrt(self.var_dweight))
+        for name, (value, var, squares) in self.sums.items():
+            routed = name in ("wi", "wo", "wi_bias", "wo_bias")
+            if not routed and not layer:
+                continue
+            n = counts.reshape((-1,) + (1,) * (value.ndim - 1)) if routed else np.asarray(tokens)
+            full = noise.outer_total(np.maximum(n, 1), value, var, squares)
+            kinked = {"wi": self.kinks, "wi_bias": self.kinks, "shared_wi": self.kinks_shared}.get(name, 0)
+            out[name] = Judged(value, np.sqrt(np.where(n > 0, full, 0.0)), kinked)
+        if layer and "expert_bias" in self.params:
+            zero = np.zeros(problem.E)
+            out["expert_bias"] = Judged(zero, zero)
+        return out
+
+    def _outer(self, name: str, at: Any, a: np.ndarray, b: np.ndarray, var_b: np.ndarray, transpose: bool = False) -> None:
+        value, var, squares = self.sums[name]
+        for total, left, right in ((value, a, b), (var, a * a, var_b), (squares, a * a, b * b)):
+            total[at] += right[:, None] * left if transpose else left[:, None] * right
+
+    def _sum(self, name: str, at: Any, b: np.ndarray, var_b: np.ndarray) -> None:
+        if name in self.sums:
+            value, var, squares = self.sums[name]
+            value[at] += b
+            var[at] += var_b
+            squares[at] += b * b
+
+
+def loss_slopes(
+    problem: Problem, counts: np.ndarray, sizes: np.ndarray, segment: np.ndarray, cotangents: tuple[float, float, float]
+) -> tuple[np.ndarray, float]:
+    """Gradients of the losses' weighted sum with respect to each token's probabilities [T, E] and logsumexp^2.
+
+    counts [S, E] and sizes [S] are those of the segments that hold a real token; `segment` [T] indexes them.
+    """
+    balance, sequence, z = cotangents
+    n, segments = sizes.sum(), len(sizes)
+    if n == 0:
+        return np.zeros((problem.T, problem.E)), 0.0
+    whole = problem.E / (problem.K * n**2) * counts.sum(0)
+    each = problem.E / (problem.K * sizes[:, None] ** 2) * counts / segments
+    return balance * whole + sequence * each[segment], z / n
+
+
+def segments_of(problem: Problem, ids: np.ndarray, real: np.ndarray, segment_ids: Any) -> tuple[Any, Any, Any]:
+    """(counts [S, E], sizes [S], segment [T]) of the segments that hold at least one real token."""
+    raw = np.zeros(problem.T, int) if segment_ids is None else np.asarray(segment_ids)
+    present, inverse = np.unique(raw[real], return_inverse=True)
+    segment = np.zeros(problem.T, int)
+    segment[real] = inverse
+    counts, sizes = np.zeros((len(present), problem.E)), np.bincount(inverse, minlength=len(present)).astype(float)
+    for t in np.nonzero(real)[0]:
+        np.add.at(counts[segment[t]], ids[t][ids[t] >= 0], 1.0)
+    return counts, sizes, segment
+
+
+def judge_losses(problem: Problem, scored: dict[int, Any], counts: Any, sizes: Any, segment: Any) -> dict[str, Judged]:
+    """balance, sequence and z, float32 scalars; 0 and gauge 0 without a real token."""
+    out, n = {}, len(scored)
+    for name, cotangents in (("balance", (1.0, 0.0, 0.0)), ("sequence", (0.0, 1.0, 0.0)), ("z", (0.0, 0.0, 1.0))):
+        dprobs, dz = loss_slopes(problem, counts, sizes, segment, cotangents)
+        value, var = 0.0, 0.0
+        for t, s in scored.items():
+            if name == "z":
+                slope, _ = router.z_backward(np, s, dz)
+                term = dz * s.logsumexp**2
+                own = s.relative.max() * (2 * dz * s.logsumexp) ** 2
+            else:
+                slope, _ = router.balance_backward(np, problem, s, dprobs[t])
+                terms = dprobs[t] * router.probabilities(problem, s)
+                term, own = terms.sum(), (s.relative * terms**2).sum()
+            value += term
+            var += (slope**2 * s.var).sum() + own
+        total = (n + problem.E + 2) / 3 + 8
+        out[name] = Judged(np.asarray(value), np.sqrt(np.asarray(var + SUMMATION**2 * total * value**2)))
+    return out
