@@ -1,0 +1,67 @@
+"""What happens between an expert's two products, forward and backward, as one pass over the rows each.
+
+Computed in float32 and rounded once per result. The backward recomputes the activation from the saved first product, so
+that nothing else is kept, and yields at once everything that later products need.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from ...parity.problem import Experts
+
+
+def hidden(
+    experts: Experts,
+    pre: Float[Array, "P I"],
+    weight: Float[Array, " P"] | None = None,
+    bias: Float[Array, "P I"] | None = None,
+) -> Float[Array, "P F"]:
+    """h = act(gate) * up, or act(pre), of pre + bias; times the row's weight if there is one. In pre's dtype."""
+    h = _act(experts, *_parts(experts, pre, bias))
+    return (h if weight is None else h * weight[:, None]).astype(pre.dtype)
+
+
+def hidden_gradient(
+    experts: Experts,
+    pre: Float[Array, "P I"],
+    d: Float[Array, "P F"],
+    weight: Float[Array, " P"],
+    bias: Float[Array, "P I"] | None = None,
+) -> tuple[Float[Array, "P F"], Float[Array, "P I"], Float[Array, " P"]]:
+    """(w * h, gradient of pre, gradient of w) of w * h, where d is the cotangent of w * h.
+
+    The weight multiplies here, F wide, instead of the rows of dy, D wide: dy @ wo.T needs no weight, and
+    wo's gradient is (w * h).T @ dy.
+    """
+    h, pull = jax.vjp(lambda *parts: _act(experts, *parts), *_parts(experts, pre, bias))
+    d = d.astype(jnp.float32)
+    w = weight[:, None]
+    d_pre = jnp.concatenate([part.astype(pre.dtype) for part in pull(w * d)], axis=1)
+    return (w * h).astype(pre.dtype), d_pre, jnp.sum(d * h, axis=1)
+
+
+def _parts(experts: Experts, pre: Array, bias: Array | None) -> tuple[Array, ...]:
+    z = pre.astype(jnp.float32)
+    if bias is not None:
+        z = z + bias.astype(jnp.float32)
+    return (z[:, : z.shape[1] // 2], z[:, z.shape[1] // 2 :]) if experts.gated else (z,)
+
+
+def _act(experts: Experts, gate: Array, up: Array | None = None) -> Array:
+    if up is None:
+        return _ACTIVATIONS[experts.activation](gate)
+    if (clamp := experts.clamp) is not None:
+        gate, up = jnp.minimum(gate, clamp.limit), jnp.clip(up, -clamp.limit, clamp.limit)
+        return gate * jax.nn.sigmoid(clamp.alpha * gate) * (up + clamp.offset)
+    return _ACTIVATIONS[experts.activation](gate) * up
+
+
+_ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": lambda z: jax.nn.gelu(z, approximate=True),
+    "gelu_erf": lambda z: jax.nn.gelu(z, approximate=False),
+    "relu2": lambda z: jnp.square(jax.nn.relu(z)),
+}

@@ -1,0 +1,151 @@
+"""Where each routed row lies, found by counting, and the two ways of moving rows: gather them, or sum a token's own.
+
+No sort: expert e's rows start where the earlier experts' end, and a token's row inside e is the number of earlier tokens
+that chose e. Those counts are products with a triangle of ones, exact on tensor cores, two levels deep. No scatter of
+rows either: the backward of a gather by row is a gather by slot, and the reverse.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+BLOCK = 128
+"""Tokens counted by one triangle: a bfloat16 holds every integer up to 256."""
+UNROLLED = 16
+"""Most slots whose gathers are written out one by one."""
+
+
+class Plan(NamedTuple):
+    """A routing as index arrays of static shape."""
+
+    group_sizes: Int[Array, " E"]
+    """Real rows of each expert."""
+    row_of_slot: Int[Array, "T K"]
+    """-1 where the slot names no expert."""
+    slot_of_row: Int[Array, " P"]
+    """t*K + k; 0 where the row holds no token."""
+
+
+def plan(topk_idx: Int[Array, "T K"], experts: int, rows: int, *, align: int = 1) -> Plan:
+    """Finds the row of every slot: start of its expert + number of earlier tokens that chose it.
+
+    Each expert's start is a multiple of `align`; `rows` is the static number of rows P. A token's ids are distinct.
+    """
+    T = topk_idx.shape[0]
+    blocks = -(-T // BLOCK)
+    ids = jnp.pad(topk_idx, ((0, blocks * BLOCK - T), (0, 0)), constant_values=-1)
+    hit = (ids[:, :, None] == jnp.arange(experts, dtype=ids.dtype)).any(axis=1)
+    hit = hit.astype(jnp.bfloat16).reshape(blocks, BLOCK, experts)
+    inside = jnp.einsum("ij,bje->bie", _earlier(BLOCK), hit, preferred_element_type=jnp.float32)
+    totals = jnp.sum(hit, axis=1, dtype=jnp.float32)
+    before = jnp.einsum("ij,je->ie", _earlier(blocks), totals.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
+
+    group_sizes = totals.sum(axis=0).astype(jnp.int32)
+    room = (group_sizes + (align - 1)) // align * align
+    start = jnp.cumsum(room, dtype=jnp.int32) - room
+    row = (inside + before[:, None, :]).astype(jnp.int32) + start
+    row = jnp.take_along_axis(row.reshape(blocks * BLOCK, experts)[:T], jnp.maximum(topk_idx, 0), axis=1)
+    row_of_slot = jnp.where(topk_idx >= 0, row, -1)
+    return Plan(group_sizes, row_of_slot, invert(row_of_slot, rows))
+
+
+def invert(row_of_slot: Int[Array, "T K"], rows: int) -> Int[Array, " P"]:
+    """slot_of_row: the slot whose row this is, 0 where there is none."""
+    at = row_of_slot.reshape(-1)
+    slots = jnp.arange(at.shape[0], dtype=jnp.int32)
+    # An index beyond the end is dropped; -1 would count from the end.
+    at = jnp.where(at < 0, rows + slots, at)
+    return jnp.zeros(rows, jnp.int32).at[at].set(slots, mode="drop", unique_indices=True)
+
+
+def gather_rows(x: Float[Array, "T D"], token_of_row: Int[Array, " P"]) -> Float[Array, "P D"]:
+    """rows[i] = x[token_of_row[i]]; every index is in range."""
+    return x.at[token_of_row].get(mode="promise_in_bounds")
+
+
+def sum_rows(
+    rows: Float[Array, "P D"],
+    row_of_slot: Int[Array, "T K"],
+    weights: Float[Array, "T K"] | None = None,
+    *,
+    bias: Float[Array, "T D"] | None = None,
+) -> Float[Array, "T D"]:
+    """y_t = sum_k w_tk * rows[row_of_slot[t, k]] (+ bias_t), accumulated in float32 and rounded once.
+
+    A slot without a row adds exactly 0 whatever the row or weight would hold: it is selected away, since 0 * NaN is NaN.
+    """
+    total = jnp.zeros((row_of_slot.shape[0], rows.shape[1]), jnp.float32) if bias is None else bias
+    if row_of_slot.shape[1] > UNROLLED:
+        terms = _term(rows, row_of_slot.reshape(-1), None if weights is None else weights.reshape(-1))
+        return (total + terms.reshape(*row_of_slot.shape, -1).sum(axis=1)).astype(rows.dtype)
+    # One gather per slot: the compiler fuses them into one pass that writes nothing but y.
+    for k in range(row_of_slot.shape[1]):
+        total = total + _term(rows, row_of_slot[:, k], None if weights is None else weights[:, k])
+    return total.astype(rows.dtype)
+
+
+def _term(rows: Array, at: Array, weight: Array | None) -> Array:
+    term = rows.at[jnp.maximum(at, 0)].get(mode="promise_in_bounds").astype(jnp.float32)
+    if weight is not None:
+        term = term * weight[:, None]
+    return jnp.where(at[:, None] >= 0, term, 0.0)
+
+
+def of_slot(values: Float[Array, " P"], row_of_slot: Int[Array, "T K"]) -> Float[Array, "T K"]:
+    """A row's value at its slot; 0 for slots without a row."""
+    return jnp.where(row_of_slot >= 0, values.at[jnp.maximum(row_of_slot, 0)].get(mode="promise_in_bounds"), 0.0)
+
+
+def dense(values: Float[Array, "T K"], topk_idx: Int[Array, "T K"], experts: int) -> Float[Array, "T E"]:
+    """values laid out by expert, 0 elsewhere: the transpose of `take`, without a scatter."""
+    chosen = topk_idx[:, :, None] == jnp.arange(experts, dtype=topk_idx.dtype)
+    return jnp.where(chosen, values[:, :, None], 0.0).sum(axis=1)
+
+
+@jax.custom_vjp
+def take(values: Float[Array, "T E"], topk_idx: Int[Array, "T K"]) -> Float[Array, "T K"]:
+    """values[t, topk_idx[t, k]], with a backward that scatters nothing."""
+    return jnp.take_along_axis(values, topk_idx, axis=1, mode="promise_in_bounds")
+
+
+def _take_forward(values: Array, topk_idx: Array) -> tuple[Array, tuple[Array, Array]]:
+    return take(values, topk_idx), (topk_idx, jnp.zeros(values.shape[1:], jnp.bool_))
+
+
+def _take_backward(saved: tuple[Array, Array], d: Array) -> tuple[Array, None]:
+    topk_idx, columns = saved
+    return dense(d, topk_idx, columns.shape[0]), None
+
+
+take.defvjp(_take_forward, _take_backward)
+
+
+def chosen_ids(chosen: Bool[Array, "T E"], K: int) -> Int[Array, "T K"]:
+    """The K set columns of each row, ascending."""
+    E = chosen.shape[1]
+    place = jnp.einsum("te,ef->tf", chosen.astype(jnp.bfloat16), _earlier(E).T, preferred_element_type=jnp.float32)
+    # place[t, e]: how many chosen experts come before e.
+    at = chosen[:, None, :] & (place[:, None, :] == jnp.arange(K, dtype=jnp.float32)[None, :, None])
+    return jnp.where(at, jnp.arange(E, dtype=jnp.int32), 0).sum(axis=2)
+
+
+def exact_product(equation: str, a: Float[Array, "..."], b: Float[Array, "..."]) -> Array:
+    """A float32 operand times a bfloat16 one to float32's accuracy on tensor cores: three bfloat16 pieces hold 24 bits."""
+    total = None
+    for _ in range(3):
+        # Not a pair of casts: compilers may cancel those, and the remainder would be 0.
+        piece = jax.lax.reduce_precision(a, exponent_bits=8, mantissa_bits=7)
+        a = a - piece
+        part = jnp.einsum(equation, piece.astype(jnp.bfloat16), b, preferred_element_type=jnp.float32)
+        total = part if total is None else total + part
+    assert total is not None
+    return total
+
+
+def _earlier(n: int) -> Array:
+    """[i, j] is 1 where j < i."""
+    return jnp.tri(n, k=-1, dtype=jnp.bfloat16)
