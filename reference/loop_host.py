@@ -1,0 +1,57 @@
+"""What naive code does: read the routing on the host, then one dense product per busy expert over its own rows.
+
+No row is padded and no expert idles, but the shapes follow the data: the host waits for the device at every call, and each new
+count is a new program to compile. Nothing of it can be traced by `jit`.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from ..parity.interface import Implementation
+from ..parity.problem import Params, Problem, Routing
+from .activation import activate
+from .layer import layer_of
+from .routing import route
+
+
+def experts(problem: Problem, params: Params, x: Float[Array, "T D"], routing: Routing) -> Float[Array, "T D"]:
+    """Runs the routed experts one by one: y_t = sum over e of w_te * (act(x_t @ wi_e + b_e) @ wo_e + c_e).
+
+    Eager only: the routing must be concrete, also under `jax.vjp`. Each product, its bias added, is rounded to the storage
+    dtype, and so is h; y sums in float32, in expert order, and is rounded once.
+    """
+    topk_idx = np.asarray(routing.topk_idx)  # the host copy
+    early = problem.experts.weight_placement == "early"
+    x32 = x.astype(jnp.float32)  # so that the transpose of the gathers below sums in float32
+    y = jnp.zeros((problem.T, problem.D), jnp.float32)
+    for e in np.unique(topk_idx[topk_idx >= 0]):
+        token, slot = np.nonzero(topk_idx == e)
+        w = routing.topk_weights[token, slot][:, None]
+        bias = params.need("wi_bias")[e] if problem.experts.wi_bias else None
+        pre = _product(x32[token].astype(x.dtype), params.wi[e], bias)
+        h = activate(problem.experts, pre) * (w if early else 1.0)
+        bias = params.need("wo_bias")[e] if problem.experts.wo_bias else None
+        out = _product(h.astype(x.dtype), params.wo[e], bias, w if early else 1.0)
+        y = y.at[token].add(out.astype(jnp.float32) * (1.0 if early else w))
+    return y.astype(x.dtype)
+
+
+def _product(a: Array, kernel: Array, bias: Array | None, w: Array | float = 1.0) -> Array:
+    out = jnp.matmul(a, kernel, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+    if bias is not None:
+        out = out + bias.astype(jnp.float32)[None, :] * w
+    return out.astype(a.dtype)
+
+
+layer = layer_of(route=route, experts=experts)
+
+IMPLEMENTATION = Implementation(
+    name="loop_host",
+    stages={"experts": experts, "layer": layer},
+    traits=frozenset({"host-sync", "eager", "deterministic"}),
+    summary="per-expert loop on counts copied to the host; recompiles",
+)
