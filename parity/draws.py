@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from statistics import NormalDist
 
 import ml_dtypes
@@ -16,6 +17,9 @@ NUMPY_DTYPES: dict[str, np.dtype] = {
     "float32": np.dtype(np.float32),
 }
 """Storage dtypes as NumPy sees them."""
+
+_CHUNK = 1 << 20
+"""Numbers drawn at a time: a layer of 15 GB must not need its size in draws as well."""
 
 
 def stream(seed: int, name: str) -> np.random.Generator:
@@ -31,8 +35,13 @@ def normals(seed: int, name: str, shape: tuple[int, ...], std: float, dtype: str
     Drawing 16-bit integers and looking up rounded quantiles makes the values independent of any float library, rounds
     them once, and fills a billion elements in seconds.
     """
-    draws = stream(seed, name).integers(0, 65536, size=shape, dtype=np.uint16)
-    return np.take((quantiles() * std).astype(NUMPY_DTYPES[dtype]), draws)
+    rng = stream(seed, name)
+    table = (quantiles() * std).astype(NUMPY_DTYPES[dtype])
+    values = np.empty(math.prod(shape), table.dtype)
+    for start in range(0, values.size, _CHUNK):
+        part = values[start : start + _CHUNK]
+        np.take(table, rng.integers(0, 65536, size=part.size, dtype=np.uint16), out=part)
+    return values.reshape(shape)
 
 
 def nonzeros(seed: int, name: str, shape: tuple[int, ...], scale: float, dtype: str) -> np.ndarray:

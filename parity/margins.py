@@ -70,11 +70,12 @@ def margin_inputs(
 
 def choose(problem: Problem, params: Params, x: Float[Array | np.ndarray, "T D"]) -> Int[np.ndarray, "T K"]:
     """The experts that an exact router chooses, best first: float64, lower index wins ties, NaN ranks last."""
-    logits = _logits(problem, np.asarray(x), np.asarray(params.gate_kernel), params.gate_bias)
-    if problem.router.logits_dtype == "activation":
-        logits = logits.astype(NUMPY_DTYPES[problem.dtype]).astype(np.float64)
-    ranked = _biased(problem, logits, params.expert_bias)
-    ranked = np.where(_eligible(problem, ranked), ranked, -np.inf)
+    with np.errstate(invalid="ignore", over="ignore"):  # NaN and Inf in x are the caller's to give
+        logits = _logits(problem, np.asarray(x), np.asarray(params.gate_kernel), params.gate_bias)
+        if problem.router.logits_dtype == "activation":
+            logits = logits.astype(NUMPY_DTYPES[problem.dtype]).astype(np.float64)
+        ranked = _biased(problem, logits, params.expert_bias)
+        ranked = np.where(_eligible(problem, ranked), ranked, -np.inf)
     return np.argsort(-ranked, axis=1, kind="stable")[:, : problem.K].astype(np.int32)
 
 
