@@ -7,7 +7,7 @@ permutation, so each move's gradient is the opposite move, and no scatter-add is
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import jax
