@@ -9,42 +9,42 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax
 import numpy as np
 
-from .bounds import dense_flops, dense_gemm
-from .compare import Finding, judge
+from .bounds import dense_flops, dense_gemm, grouped_gemms
 from .costs import cost, flops, padded_rows
-from .inputs import NUMPY_DTYPES, Case
-from .interface import Implementation, Judged, Unsupported
-from .law_tools import oracle_view, use_oracle
-from .problem import Params, Problem, Routing
-from .records import CaseRecord, FindingRecord, ResultRecord, TimingRecord, new_case
-from .running import EXPERT_LEAVES
-from .timing import Call, measure, prepare
-
-STEP_LIMIT_S = 20.0
-"""An implementation whose forward + backward step is estimated above this is declined as too slow."""
-
-BINS = 32
-"""Bins of the error histogram; each is a quarter of a gauge wide."""
+from .findings import to_record
+from .inputs import Case
+from .interface import Implementation, Unsupported
+from .judge import layer_findings
+from .law_tools import use_oracle
+from .problem import InvalidInput, Problem
+from .records import TIMED_VERDICTS, CaseRecord, FindingRecord, ResultRecord, new_case
+from .registry import BASELINE
+from .stages import stage_call, stage_findings
+from .timing import Call, measure
 
 
 @dataclass
 class Options:
     """What `run_case` is asked to do."""
 
-    grad: bool = True
+    whats: tuple[str, ...] = ("experts forward", "experts forward+backward")
+    """Calls to time, from stages.WHATS."""
     layer: bool = True
-    """Judge the live layer too."""
+    """Judge the live layer and its gradients too."""
+    grad: bool = True
     timing: bool = True
     budget_s: float = 8.0
     rounds: int | None = None
-    oracle: str = "oracle_device"
+    oracle: str = "oracle"
+    step_limit_s: float = 20.0
+    """Without a GPU, an implementation whose forward + backward step is estimated above this is declined as too slow."""
+    bounds: bool = False
+    """Time each implementation's own grouped GEMMs alone too."""
     step: Callable[..., None] = field(default=lambda text, advance=1: None)
-    tick: Callable[[], None] = field(default=lambda: None)
 
 
 @dataclass
@@ -56,26 +56,30 @@ class _Subject:
 
 def run_case(cases: Sequence[Case], implementations: Sequence[Implementation], options: Options) -> CaseRecord:
     """One CaseRecord: every implementation's verdict on the first variant, and its times on all of them."""
-    first = cases[0]
-    problem = first.problem
+    if not options.grad:
+        options.whats = tuple(w for w in options.whats if "backward" not in w)
+    first, problem = cases[0], cases[0].problem
     use_oracle(options.oracle)
     sizes = group_sizes(first)
-    record = new_case(first.label, problem, pattern=first.label)
+    record = new_case(first.label, problem, source=first.label)
     record.rows, record.group_sizes = int(sizes.sum()), sizes.tolist()
     dense = dense_gemm(problem, record.rows)
     measure([dense], rounds=5)
     record.bounds.append(dense.record(useful_flops=dense_flops(problem, dense)))
-    rate = record.bounds[0].flops_per_s
-    subjects = [_Subject(i, _admit(i, problem, sizes, rate)) for i in implementations]
+    subjects = [
+        _Subject(i, _admit(i, problem, sizes, record.bounds[0].flops_per_s, options.step_limit_s))
+        for i in implementations
+    ]
     record.results = [s.result for s in subjects]
     for s in subjects:
+        options.step(f"{s.implementation.name}: parity")
         if not s.result.reason:
-            options.step(f"{s.implementation.name}: parity")
-            _judge_first(s, list(cases), options)
+            _judge_first(s, cases, options)
     if options.timing:
-        _time(
-            [s for s in subjects if s.result.verdict in ("agree", "expected-different")], list(cases), record, options
-        )
+        passed = [s for s in subjects if s.result.verdict in TIMED_VERDICTS]
+        if options.bounds:
+            _time_bounds(passed, cases, record, options)
+        _time(passed, cases, record, options)
     return record
 
 
@@ -85,107 +89,46 @@ def group_sizes(case: Case) -> np.ndarray:
     return np.bincount(ids[ids >= 0], minlength=case.problem.E).astype(np.int64)
 
 
-def forward_call(implementation: Implementation, problem: Problem) -> Callable[..., dict[str, Any]]:
-    """(params, x, topk_idx, topk_weights, cotangent) -> {"y"}: the experts, forward."""
-    experts = implementation.stage("experts")
-
-    def forward(params: Params, x, topk_idx, topk_weights, cotangent):
-        return {"y": experts(problem, params, x, Routing(topk_idx, topk_weights))}
-
-    return forward
-
-
-def gradient_call(implementation: Implementation, problem: Problem) -> Callable[..., dict[str, Any]]:
-    """(params, x, topk_idx, topk_weights, cotangent) -> y and every gradient by the name of what it is of."""
-    experts = implementation.stage("experts")
-    own = implementation.stages.get("experts_vjp")
-
-    def both(params: Params, x, topk_idx, topk_weights, cotangent):
-        if own is not None:
-            routing = Routing(topk_idx, topk_weights)
-            return {"y": experts(problem, params, x, routing), **own(problem, params, x, routing, cotangent)}
-        leaves = {name: leaf for name in EXPERT_LEAVES if (leaf := getattr(params, name)) is not None}
-
-        def forward(leaves, x, weights):
-            return experts(problem, params.replace(**leaves), x, Routing(topk_idx, weights))
-
-        y, pull = jax.vjp(forward, leaves, x, topk_weights)
-        of_leaves, of_x, of_weights = pull(cotangent)
-        return {"y": y, "x": of_x, "topk_weights": of_weights, **of_leaves}
-
-    return both
-
-
-def findings_of(case: Case, got: dict[str, Any], stage: str = "experts") -> list[FindingRecord]:
-    """Every tensor of `got` against the oracle's answer on the case; a NaN row of x must be NaN in y and is left out."""
-    view = oracle_view(case)
-    return [_finding(name, np.asarray(value), view[name], case, stage) for name, value in got.items() if name in view]
-
-
-def _finding(name: str, got: np.ndarray, judged: Judged, case: Case, stage: str) -> FindingRecord:
-    dtype = np.dtype(np.float32) if name == "topk_weights" else NUMPY_DTYPES[case.problem.dtype]
-    f = to_record(judge(name, got, judged, dtype=dtype), stage)
-    f.histogram = histogram(got, judged) if f.check == "values" and got.shape == judged.value.shape else []
-    return f
-
-
-def to_record(finding: Finding, stage: str) -> FindingRecord:
-    """A Finding as it is stored."""
-    measured = finding.measured
-    return FindingRecord(
-        tensor=finding.tensor,
-        stage=stage,
-        ok=bool(finding.ok),
-        check=finding.check,
-        percent=None if measured is None else 100.0 * float(measured),
-        message=finding.message or "",
-        kinks=int(finding.kinks or 0),
-    )
-
-
-def histogram(got: np.ndarray, judged: Judged) -> list[int]:
-    """Elements by |error| / gauge in quarter steps; elements whose gauge is 0 are left out."""
-    live = (judged.gauge > 0) & np.isfinite(judged.gauge)
-    ratio = np.abs(got.astype(np.float64) - judged.value)[live] / judged.gauge[live]
-    bins = np.minimum(np.nan_to_num(ratio, nan=BINS) * 4, BINS - 1).astype(np.int64)
-    return np.bincount(bins, minlength=BINS).tolist()
-
-
-def _admit(implementation: Implementation, problem: Problem, sizes: np.ndarray, rate: float) -> ResultRecord:
+def _admit(
+    implementation: Implementation, problem: Problem, sizes: np.ndarray, rate: float, limit_s: float
+) -> ResultRecord:
+    """A result that cannot run, with its reason, or with none when it may be tried."""
     result = ResultRecord(implementation=implementation.name, verdict="cannot run")
     result.own_stages = sorted(set(implementation.stages) - set(implementation.composed))
     support = implementation.can_run(problem)
     rows = padded_rows(problem, implementation.name, sizes)
+    result.notes["computed_rows"] = rows
     work = flops(problem, rows, backward=True)
-    seconds = work / rate if rate else 0.0
     if not support:
         result.reason = support.reason
-    elif jax.default_backend() == "cpu" and seconds > STEP_LIMIT_S:
+    elif jax.default_backend() == "cpu" and rate and work / rate > limit_s and implementation.name != BASELINE:
         result.reason = (
             f"too slow here: it computes {rows:,} rows for {int(sizes.sum()):,} routed ones, {work / 1e9:,.0f} GFLOP a "
-            f"step, about {seconds:.0f} s at the {rate / 1e9:.0f} GFLOP/s of a dense GEMM; limit {STEP_LIMIT_S:.0f} s"
+            f"step, {work / rate:.0f} s at a dense GEMM's {rate / 1e9:.0f} GFLOP/s; limit {limit_s:.0f} s"
         )
-    result.notes["computed_rows"] = rows
     return result
 
 
-def _judge_first(s: _Subject, cases: list[Case], options: Options) -> None:
+def _judge_first(s: _Subject, cases: Sequence[Case], options: Options) -> None:
     """Runs the first variant and sets the verdict; a target that raises disagrees, and its message is the reason."""
     implementation, case, result = s.implementation, cases[0], s.result
     try:
-        s.calls = _calls(implementation, cases, options)
-        for call in s.calls.values():
+        for what in options.whats:
+            if not implementation.offers(what.partition(" ")[0]):
+                continue
+            call = stage_call(implementation, what, cases)
+            s.calls[what] = call
             got = jax.block_until_ready(call.run(*call.inputs[0]))
-        result.findings = findings_of(case, got)
-        if options.layer and implementation.offers("layer") and "numpy" not in implementation.traits:
-            from .judge import layer_findings
-
+            result.findings += stage_findings(what, call, case, 0, got, options.oracle)
+        judged_layer = any(w.startswith("layer") for w in s.calls)
+        if options.layer and not judged_layer and implementation.offers("layer"):
             found = layer_findings(implementation, case, oracle=options.oracle, grad=options.grad)
             result.findings += [to_record(f, "layer") for f in found]
     except Unsupported as error:
-        result.verdict, result.reason = "cannot run", str(error)
-        result.findings = []
+        result.verdict, result.reason, result.findings = "cannot run", str(error), []
         return
+    except InvalidInput:
+        raise
     except Exception as error:  # the target's own fault, whatever it is: a verdict, not a crash of the comparison
         result.verdict, result.reason = "disagree", f"raised {type(error).__name__}: {' '.join(str(error).split())}"
         result.findings = [FindingRecord(tensor="y", stage="experts", ok=False, check="ran", message=result.reason)]
@@ -204,34 +147,38 @@ def _settle(result: ResultRecord, implementation: Implementation) -> None:
         result.reason = f"{failed[0].stage} {failed[0].tensor}: {failed[0].message}"
 
 
-def _calls(implementation: Implementation, cases: list[Case], options: Options) -> dict[str, Call]:
+def _time(subjects: Sequence[_Subject], cases: Sequence[Case], record: CaseRecord, options: Options) -> None:
     problem = cases[0].problem
-    eager = bool(implementation.traits & {"eager", "host-sync", "numpy"})
-    inputs = [(c.params, c.x, c.routing.topk_idx, c.routing.topk_weights, c.cotangent) for c in cases]
-    names = []
-    if options.timing or not options.grad:
-        names.append(("experts forward", forward_call))
-    if options.grad:
-        names.append(("experts forward+backward", gradient_call))
-    return {what: prepare(what, make(implementation, problem), inputs, eager=eager) for what, make in names}
-
-
-def _time(subjects: list[_Subject], cases: list[Case], record: CaseRecord, options: Options) -> None:
-    calls = [c for s in subjects for c in s.calls.values()]
+    rows = int(np.mean([group_sizes(c).sum() for c in cases]))
+    busy = int(np.count_nonzero(record.group_sizes))
     options.step("timing")
-    measure(calls, budget_s=options.budget_s, rounds=options.rounds, tick=options.tick)
+    # Calls of one name run next to each other, so that what is compared shares its moment.
+    for what in options.whats:
+        calls = [s.calls[what] for s in subjects if what in s.calls]
+        measure(calls, budget_s=options.budget_s / len(options.whats), rounds=options.rounds)
     for s in subjects:
-        timings: list[TimingRecord] = []
+        timings = []
         for what, call in s.calls.items():
-            sizes = [group_sizes(c) for c in cases]
-            rows = float(np.mean([n.sum() for n in sizes]))
-            work = cost(cases[0].problem, what, int(rows), busy=int((sizes[0] > 0).sum()))
+            work = cost(problem, what, rows, busy)
             timings.append(call.record(useful_flops=work.flops, bytes_moved=work.bytes))
-            assert call.last is not None
-            variant, out = call.last
-            options.step(f"{s.implementation.name}: parity of the timed outputs", advance=0)
-            s.result.after += findings_of(cases[variant], out, what)
-            call.last = None
+            if call.last is not None:
+                variant, out = call.last
+                s.result.after += stage_findings(what, call, cases[variant], variant, out, options.oracle)
+                call.last = None
         _settle(s.result, s.implementation)
-        if s.result.verdict in ("agree", "expected-different"):
+        if s.result.verdict in TIMED_VERDICTS:
             s.result.timings = timings
+
+
+def _time_bounds(subjects: Sequence[_Subject], cases: Sequence[Case], record: CaseRecord, options: Options) -> None:
+    """Each implementation's two grouped GEMMs alone."""
+    problem = cases[0].problem
+    calls = {}
+    for s in subjects:
+        if "grouped_gemm" in s.result.own_stages:
+            calls[s.implementation.name] = grouped_gemms(s.implementation, list(cases))
+    measure(list(calls.values()), budget_s=options.budget_s / 4, rounds=options.rounds)
+    for name, call in calls.items():
+        timing = call.record(useful_flops=flops(problem, record.rows))
+        timing.what = f"grouped GEMMs alone: {name}"
+        record.bounds.append(timing)

@@ -137,8 +137,11 @@ class CaseRecord:
     label: str
     problem: dict[str, Any]
     pattern: str = ""
+    """Named pattern of loads; empty for a text or a trace, which cannot be drawn again."""
+    exponent: float = 1.0
+    """Of the zipf pattern."""
     source: str = ""
-    """Where the routing came from: a pattern, a text, a trace."""
+    """Where the routing came from, in words."""
     rows: int = 0
     """Routed rows R of the judged routing."""
     group_sizes: list[int] = field(default_factory=list)
@@ -195,9 +198,9 @@ def new_record(kind: Kind, *, seed: int = 0, command: dict[str, Any] | None = No
     )
 
 
-def new_case(label: str, problem: Problem, *, pattern: str = "", source: str = "") -> CaseRecord:
+def new_case(label: str, problem: Problem, *, source: str = "") -> CaseRecord:
     """An empty case."""
-    return CaseRecord(label=label, problem=problem.to_json(), pattern=pattern, source=source)
+    return CaseRecord(label=label, problem=problem.to_json(), source=source)
 
 
 def write(path: str | os.PathLike[str], record: Record) -> Path:

@@ -57,42 +57,39 @@ def print_parity(case: CaseRecord) -> None:
         numbers=tuple(r.implementation for r in shown),
     )
     for stage, tensor in _keys(shown):
-        t.add_row(_label(stage, tensor), *(_cell(_find(r, stage, tensor)) for r in shown))
+        t.add_row(label(stage, tensor), *(_cell(_find(r, stage, tensor)) for r in shown))
     t.add_row("verdict", *(_verdict(r) for r in shown))
     out().print(t)
 
 
 def print_timing(case: CaseRecord) -> None:
-    """Rows: calls and implementations; columns: median, spread, speedup over the baseline, useful rate, memory."""
+    """One table for each call. Columns: median, spread, speedup over the baseline, useful rate, memory."""
     timed = [r for r in case.results if r.timings]
-    if not timed:
-        return
     base = case.result(BASELINE)
-    columns = ("median", "p10-p90", f"x {BASELINE}", "useful", "% of dense", "temporaries", "compile")
-    t = table("call", "implementation", *columns, numbers=columns)
     dense = next((b for b in case.bounds if b.what == "dense GEMM"), None)
     for what in dict.fromkeys(x.what for r in timed for x in r.timings):
-        for i, r in enumerate(timed):
+        numbers = ["median", "p10-p90", "speedup", "useful", "of dense", "memory"]
+        if out().width < 90:
+            numbers.remove("p10-p90")
+        t = table("implementation", *numbers, title=what, numbers=tuple(numbers))
+        for r in timed:
             x = r.timing(what)
             if x is None:
                 continue
             reference = base.timing(what) if base else None
-            t.add_row(
-                what if i == 0 else "",
-                r.implementation,
-                seconds(x.median),
-                f"{_short(x.p10, x.p90)}",
-                f"{reference.median / x.median:.2f}" if reference else "-",
-                rate(x.flops_per_s),
-                f"{100 * x.flops_per_s / dense.flops_per_s:.0f}" if dense and dense.flops_per_s else "-",
-                size(x.temp_bytes),
-                f"{x.compile_s:.1f} s",
-                end_section=i == len(timed) - 1,
-            )
-    out().print(t)
-    if dense:
+            cells = {
+                "median": seconds(x.median),
+                "p10-p90": _short(x.p10, x.p90),
+                "speedup": f"{reference.median / x.median:.2f} x" if reference else "-",
+                "useful": rate(x.flops_per_s) if x.useful_flops else "-",
+                "of dense": f"{100 * x.flops_per_s / dense.flops_per_s:.0f} %" if dense and x.useful_flops else "-",
+                "memory": size(x.peak_bytes),
+            }
+            t.add_row(r.implementation, *(cells[n] for n in numbers))
+        out().print(t)
+    if timed and dense:
         out().print(
-            f"One dense GEMM here: {rate(dense.flops_per_s)}. Useful counts real rows only.",
+            f"Speedup is over {BASELINE}; useful counts real rows only; a dense GEMM here runs at {rate(dense.flops_per_s)}.",
             style="dim",
             highlight=False,
         )
@@ -116,14 +113,13 @@ def _find(r: ResultRecord, stage: str, tensor: str) -> list[FindingRecord]:
     return found + [f for f in r.after if f.tensor == tensor and f.stage.startswith(stage)]
 
 
-def _label(stage: str, tensor: str) -> str:
-    if tensor == "y":
-        return f"{stage}: y"
-    return (
-        f"{stage}: {tensor}"
-        if stage == "route" or tensor in ("weights", "balance", "sequence", "z")
-        else f"{stage}: d {tensor}"
-    )
+VALUES = ("y", "rows", "row_of_slot", "group_sizes", "topk_idx", "weights", "balance", "sequence", "z")
+"""Tensors that are judged themselves; any other name is of what the gradient is."""
+
+
+def label(stage: str, tensor: str) -> str:
+    """A row's name: the stage, then the tensor, with d for a gradient."""
+    return f"{stage}: {tensor}" if tensor in VALUES else f"{stage}: d {tensor}"
 
 
 def _cell(found: list[FindingRecord]) -> str:

@@ -26,7 +26,7 @@ def err() -> Console:
 
 def table(*columns: str, title: str = "", numbers: tuple[str, ...] = ()) -> Table:
     """A table with a light frame; columns named in `numbers` are right-aligned and never wrap."""
-    t = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    t = Table(title=title or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for name in columns:
         number = name in numbers
         t.add_column(name, justify="right" if number else "left", no_wrap=number, overflow="fold")

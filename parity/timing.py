@@ -91,9 +91,10 @@ def measure(
     counts = [_warm(call, rounds, budget_s / max(len(calls), 1), least, most) for call in calls]
     flush = _flusher()
     for i in range(max(counts, default=0)):
-        turn = [call for call, count in zip(calls, counts, strict=True) if i < count]
-        for call in turn if i % 2 == 0 else reversed(turn):
-            _repeat(call, i % len(call.inputs), flush)
+        turn = [(call, count) for call, count in zip(calls, counts, strict=True) if i < count]
+        for call, count in turn if i % 2 == 0 else reversed(turn):
+            # The last repetition runs variant 1 whatever the count: the outputs of every call are then judged on one case.
+            _repeat(call, (i - count + 2) % len(call.inputs), flush)
             tick()
     if jax.default_backend() == "gpu":
         for call, count in zip(calls, counts, strict=True):

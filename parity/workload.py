@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -106,20 +105,19 @@ def _problem(r: Request, x: np.ndarray | None, trace: Routing | None) -> Problem
 
 def _router_changes(r: Request, base: Problem, changes: dict[str, object]) -> dict[str, object]:
     """Group settings that follow from --groups; a preset's groups are kept while they still fit its experts."""
+    E, K = int(changes.get("E", base.E)), int(changes.get("K", base.K))  # type: ignore[call-overload]
+    old = base.router
     if r.groups is None:
-        if r.experts is None or base.router.groups == 1:
-            return {}
-        return {"router_groups": 1, "router_group_topk": 1, "router_group_score_topk": 1}
-    E = int(changes.get("E", base.E))  # type: ignore[call-overload]
+        fits = E % old.groups == 0 and K <= old.group_topk * (E // old.groups)
+        return {} if fits else {"router_groups": 1, "router_group_topk": 1, "router_group_score_topk": 1}
     if r.groups < 1 or E % r.groups:
         raise InvalidInput(f"--groups is {r.groups} for {E} experts; accepted: a divisor of {E}")
-    keep = min(r.groups, max(1, base.router.group_topk if base.router.groups > 1 else (r.groups + 1) // 2))
-    K, size = int(changes.get("K", base.K)), E // r.groups  # type: ignore[call-overload]
-    keep = max(keep, min(r.groups, -(-K // size)))
+    size = E // r.groups
+    kept = old.group_topk if old.groups > 1 else (r.groups + 1) // 2
     return {
         "router_groups": r.groups,
-        "router_group_topk": keep,
-        "router_group_score_topk": min(base.router.group_score_topk, size),
+        "router_group_topk": min(r.groups, max(kept, -(-K // size))),
+        "router_group_score_topk": min(old.group_score_topk, size),
     }
 
 
@@ -141,9 +139,12 @@ def _cases(
         skew = r.skew or "zipf"
         made = [make_case(problem, seed=r.seed + v, pattern=skew, exponent=r.exponent, x=x) for v in range(variants)]
         source = made[0].label
-    # One set of parameters: a layer's weights do not change between the calls that are timed.
-    cases = [dataclasses.replace(c, params=made[0].params) for c in made]
-    return cases, source
+    return same_params(made), source
+
+
+def same_params(cases: list[Case]) -> list[Case]:
+    """The cases with the first one's parameters: a layer's weights do not change between the calls that are timed."""
+    return [c.replace(params=cases[0].params) for c in cases]
 
 
 def _rolled(trace: Routing, by: int) -> Routing:

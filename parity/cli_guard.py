@@ -1,0 +1,161 @@
+"""`guard BASELINE`: does everything still agree, and is nothing slower than it was?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from . import options as o
+from .device import device_class
+from .guard import CONFIRMATIONS, Shift, confirmed, environment_changes, parity_changes, shifts
+from .problem import InvalidInput, Problem
+from .records import CaseRecord, Record, new_record, read, write, write_text
+from .terminal import out, progress, table
+
+CASE_BUDGET_S = 6.0
+"""Of timing, for one measurement of one case; a suspicion doubles or triples it, up to 20 s."""
+
+
+def guard(
+    baseline: Annotated[Path, typer.Argument(help="A record of `bench` or `compare`.")],
+    cross_device: Annotated[bool, typer.Option(help="Accept a baseline from another class of device.")] = False,
+    markdown: Annotated[Path | None, typer.Option(help="Write a summary for a pull request here.")] = None,
+    out_: o.OUT = None,
+) -> int:
+    """Times what the baseline timed and compares ratios to loop_and_pad. Exit 1: an answer changed, or something is slower."""
+    before = read(baseline)
+    target = o.record_path(out_, "dropless-guard")
+    o.check_writable(markdown)
+    record = new_record("guard", seed=before.seed, command={"baseline": baseline.name})
+    check_comparable(before, record, cross_device)
+    alarms, rows, changed = run_guard(before, record)
+    changes = environment_changes(before, record)
+    record.extra = {
+        "baseline": {"created": before.created, "source_hash": before.source_hash, "version": before.version},
+        "alarms": [_shift_json(a) for a in alarms],
+        "shifts": [_shift_json(s) for s in rows],
+        "parity_changes": changed,
+        "environment_changes": changes,
+    }
+    _print(rows, alarms, changed, changes)
+    if markdown is not None:
+        write_text(markdown, summary(rows, alarms, changed, changes))
+    out().print(f"Record: {write(target, record)}", highlight=False, soft_wrap=True)
+    return 1 if alarms or changed else 0
+
+
+def check_comparable(before: Record, now: Record, cross_device: bool) -> None:
+    """Raises InvalidInput when the baseline cannot be compared with a run on this machine."""
+    old, new = device_class(before.environment), device_class(now.environment)
+    if old != new and not cross_device:
+        raise InvalidInput(f"the baseline is from {old} and this is {new}; accepted: the same class, or --cross-device")
+    timed = [c for c in before.cases if any(r.timings for r in c.results)]
+    if not timed:
+        raise InvalidInput("the baseline holds no timings; accepted: a record of dropless bench or compare")
+    if not any(c.pattern for c in timed):
+        raise InvalidInput(
+            "the baseline's inputs came from a file; accepted: cases drawn from a named pattern (--skew)"
+        )
+
+
+def run_guard(before: Record, record: Record) -> tuple[list[Shift], list[Shift], list[str]]:
+    """(alarms, every shift, parity changes); appends the fresh cases to `record`."""
+    alarms: list[Shift] = []
+    rows: list[Shift] = []
+    changed: list[str] = []
+    cases = [c for c in before.cases if c.pattern and any(r.timings for r in c.results)]
+    with progress(len(cases), "guard") as step:
+        for case in cases:
+            step(case.label)
+            fresh = _measure_again(case, before.seed, CASE_BUDGET_S)
+            record.cases.append(fresh)
+            changed += parity_changes(case, fresh)
+            found = shifts(case, fresh)
+            rows += found
+            suspects = [s for s in found if s.suspicious]
+            if not suspects:
+                continue
+            again: list[Shift] = []
+            for i in range(CONFIRMATIONS):
+                step(f"{case.label}: measuring {len(suspects)} suspicion{'s' if len(suspects) > 1 else ''} again", 0)
+                again += shifts(case, _measure_again(case, before.seed + 1 + i, CASE_BUDGET_S, suspects))
+            alarms += [s for s in suspects if confirmed(s, again)]
+    return alarms, rows, changed
+
+
+def summary(rows: list[Shift], alarms: list[Shift], changed: list[str], changes: list[str]) -> str:
+    """Markdown for a pull request."""
+    verdict = "slower or different" if alarms or changed else "no alarm"
+    lines = [f"### dropless guard: {verdict}", ""]
+    lines += [f"* **parity**: {line}" for line in changed]
+    lines += [
+        f"* **slower**: {a.case}: {a.implementation} {a.what}, {a.factor:.2f} x (bar {a.bar:.2f} x)" for a in alarms
+    ]
+    lines += [
+        "",
+        "| case | implementation | call | before | now | now / before | bar | |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for s in rows:
+        mark = "**alarm**" if s in alarms else "not confirmed" if s.suspicious else ""
+        lines.append(
+            f"| {s.case} | {s.implementation} | {s.what} | {s.before:.3f} | {s.after:.3f} | {s.factor:.2f} | {s.bar:.2f} | {mark} |"
+        )
+    lines += ["", "Before and now are times over loop_and_pad's, medians of interleaved rounds.", ""]
+    lines += ["Environment: " + ("unchanged." if not changes else "")] + [f"* {line}" for line in changes]
+    return "\n".join(lines) + "\n"
+
+
+def _measure_again(case: CaseRecord, seed: int, budget_s: float, only: list[Shift] | None = None) -> CaseRecord:
+    """The same problem and pattern, measured now; with `only`, just the suspected calls and the baseline's."""
+    from .inputs import make_case
+    from .measure import Options, run_case
+    from .registry import BASELINE
+    from .workload import VARIANTS, same_params
+
+    problem = Problem.from_json(case.problem)
+    names = [r.implementation for r in case.results if r.timings]
+    whats = tuple(dict.fromkeys(t.what for r in case.results for t in r.timings))
+    if only is not None:
+        names = [BASELINE, *dict.fromkeys(s.implementation for s in only)]
+        whats = tuple(dict.fromkeys(s.what for s in only))
+    made = [make_case(problem, seed=seed + v, pattern=case.pattern, exponent=case.exponent) for v in range(VARIANTS)]
+    fresh = run_case(same_params(made), o.implementations(names), Options(whats=whats, layer=False, budget_s=budget_s))
+    fresh.label, fresh.pattern, fresh.exponent, fresh.source = case.label, case.pattern, case.exponent, case.source
+    return fresh
+
+
+def _print(rows: list[Shift], alarms: list[Shift], changed: list[str], changes: list[str]) -> None:
+    numbers = ("before", "now", "now / before", "bar")
+    t = table("case", "implementation", "call", *numbers, "", title="Times over loop_and_pad's", numbers=numbers)
+    for s in rows:
+        mark = "[bold red]alarm[/]" if s in alarms else "[yellow]not confirmed[/]" if s.suspicious else ""
+        t.add_row(
+            s.case,
+            s.implementation,
+            s.what,
+            f"{s.before:.3f}",
+            f"{s.after:.3f}",
+            f"{s.factor:.2f}",
+            f"{s.bar:.2f}",
+            mark,
+        )
+    out().print(t)
+    for line in changed:
+        out().print(f"[bold red]parity[/]: {line}", highlight=False)
+    out().print("Environment: " + ("; ".join(changes) if changes else "unchanged"), highlight=False)
+    out().print("Alarm." if alarms or changed else "No alarm.")
+
+
+def _shift_json(s: Shift) -> dict[str, object]:
+    return {
+        "case": s.case,
+        "implementation": s.implementation,
+        "what": s.what,
+        "before": s.before,
+        "after": s.after,
+        "noise": s.noise,
+        "bar": s.bar,
+    }
