@@ -42,22 +42,53 @@ class Rounding(NamedTuple):
 
 ROUNDINGS: tuple[Rounding, ...] = (
     Rounding(
-        "logits", "x @ gate_kernel (+ gate_bias)", 1, "activation logits", "weights, losses, all", "the gate runs in x's dtype"
+        "logits",
+        "x @ gate_kernel (+ gate_bias)",
+        1,
+        "activation logits",
+        "weights, losses, all",
+        "the gate runs in x's dtype",
     ),
-    Rounding("logits_product", "x @ gate_kernel", 1, "activation logits", "weights, losses, all", "the bias is added apart"),
+    Rounding(
+        "logits_product", "x @ gate_kernel", 1, "activation logits", "weights, losses, all", "the bias is added apart"
+    ),
     Rounding("pre", "x @ wi: gate, up", 1, "always", "all but wo_bias", "output of the first grouped GEMM"),
-    Rounding("pre_biased", "x @ wi + wi_bias", 1, "wi_bias", "all but wo_bias", "the bias is added apart from the GEMM"),
-    Rounding("act", "act(gate)", 1, "always", "all but wo_bias", "the activation is stored, or multiplied in storage dtype"),
+    Rounding(
+        "pre_biased", "x @ wi + wi_bias", 1, "wi_bias", "all but wo_bias", "the bias is added apart from the GEMM"
+    ),
+    Rounding(
+        "act", "act(gate)", 1, "always", "all but wo_bias", "the activation is stored, or multiplied in storage dtype"
+    ),
     Rounding("up_offset", "clip(up) + offset", 1, "clamp", "all but wo_bias", "the shift by the clamp's offset"),
     Rounding("h", "act(gate) * up", 1, "always", "y, topk_weights, wo", "operand of the second grouped GEMM"),
-    Rounding("weight", "topk_weights", 1, "always", "y, x, wi, wo, biases", "the routing weight is cast before it multiplies"),
-    Rounding("weighted_h", "w * h", 1, "always", "y (early), wo", "early placement; late layers may use it for wo's gradient"),
+    Rounding(
+        "weight", "topk_weights", 1, "always", "y, x, wi, wo, biases", "the routing weight is cast before it multiplies"
+    ),
+    Rounding(
+        "weighted_h", "w * h", 1, "always", "y (early), wo", "early placement; late layers may use it for wo's gradient"
+    ),
     Rounding("expert_y", "h @ wo", 1, "always", "y, topk_weights", "output of the second grouped GEMM"),
-    Rounding("expert_y_biased", "h @ wo + wo_bias", 1, "wo_bias", "y, topk_weights", "the bias is added apart from the GEMM"),
+    Rounding(
+        "expert_y_biased", "h @ wo + wo_bias", 1, "wo_bias", "y, topk_weights", "the bias is added apart from the GEMM"
+    ),
     Rounding("weighted_y", "w * y_k, w * wo_bias", 1, "always", "y", "the weighted row is stored before the combine"),
-    Rounding("partial_sums", "partial sums over k, shared expert included", 1, "always", "y, x", "the combine runs in storage dtype"),
+    Rounding(
+        "partial_sums",
+        "partial sums over k, shared expert included",
+        1,
+        "always",
+        "y, x",
+        "the combine runs in storage dtype",
+    ),
     Rounding("y", "y", 1, "always", "y", "the result"),
-    Rounding("part", "a layer's routed sum, before the shared expert's or the router's share is added", 1, "always", "y, x", "two stages' results are added"),
+    Rounding(
+        "part",
+        "a layer's routed sum, before the shared expert's or the router's share is added",
+        1,
+        "always",
+        "y, x",
+        "two stages' results are added",
+    ),
     Rounding("weighted_dy", "w * dy", 1, "always", "x, wi, wo, biases", "operand of the backward grouped GEMMs"),
     Rounding("unit_dh", "dy @ wo.T", 1, "always", "x, topk_weights, wi", "the weight may come after this product"),
     Rounding("dh", "w * dy @ wo.T", 1, "always", "x, wi, wi_bias", "output of the backward grouped GEMM"),
@@ -67,10 +98,19 @@ ROUNDINGS: tuple[Rounding, ...] = (
     Rounding("dx_half", "dgate @ wi_gate.T, dup @ wi_up.T", 1, "always", "x", "wi may be kept as two kernels"),
     Rounding("dx_expert", "[dgate, dup] @ wi.T", 1, "always", "x", "output of the backward grouped GEMM"),
     Rounding("dx", "dx", 1, "always", "x", "the result"),
-    Rounding("dweight_terms", "dy * y_k, or (dy @ wo.T) * h", 1, "always", "topk_weights", "products in storage dtype, summed in float32"),
+    Rounding(
+        "dweight_terms",
+        "dy * y_k, or (dy @ wo.T) * h",
+        1,
+        "always",
+        "topk_weights",
+        "products in storage dtype, summed in float32",
+    ),
     Rounding("dweight", "sum of the above", 1, "always", "topk_weights", "the weight was cast, so its gradient is too"),
     Rounding("dlogits", "dlogits", 1, "activation logits", "x, gate_kernel, gate_bias", "cotangent of rounded logits"),
-    Rounding("dx_router", "dlogits @ gate_kernel.T", 1, "always", "x", "the router's share, rounded before it is added"),
+    Rounding(
+        "dx_router", "dlogits @ gate_kernel.T", 1, "always", "x", "the router's share, rounded before it is added"
+    ),
     Rounding("gradient", "wi, wo, biases, gate_kernel", 1, "always", "each", "a gradient has its parameter's dtype"),
 )
 """Every rounding to the storage dtype that the gauge allows. Accumulators are float32 and kernel gradients are summed there."""

@@ -52,15 +52,19 @@ def judge_layer(
         ids[~np.asarray(mask)] = -1
     run = _Run(problem, params, x, cotangent)
     with np.errstate(all="ignore"):
-        return run.layer(ids, np.ones(problem.T, bool) if mask is None else np.asarray(mask), segment_ids, loss_cotangents)
+        return run.layer(
+            ids, np.ones(problem.T, bool) if mask is None else np.asarray(mask), segment_ids, loss_cotangents
+        )
 
 
 def judge_route(problem: Problem, params: Params, x: Any) -> RouteView:
     """Logits, ranking scores and their error bounds, and what is admissible as a choice."""
     with np.errstate(all="ignore"):
         run = _Run(problem, params, x, None)
-        scored = [run.score(t) for t in range(problem.T)]
-        return RouteView.of(problem, scored)
+        scored = [run.score(t) for t in range(problem.T)] or [router.nothing(problem)]
+        return RouteView.of(
+            problem, router.Scores(*(np.stack(leaves)[: problem.T] for leaves in zip(*scored, strict=True)))
+        )
 
 
 def route(problem: Problem, params: Params, x: Any) -> Routing:

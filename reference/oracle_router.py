@@ -44,7 +44,9 @@ class Weighted(NamedTuple):
     var: Any
 
 
-def scores(xp: Any, problem: Problem, noise: Noise, gate_kernel: Any, gate_bias: Any, expert_bias: Any, x: Any) -> Scores:
+def scores(
+    xp: Any, problem: Problem, noise: Noise, gate_kernel: Any, gate_bias: Any, expert_bias: Any, x: Any
+) -> Scores:
     """Logits and scores of x [..., D] with their errors."""
     r = problem.router
     product, var = noise.dot(x, 0.0 * x, gate_kernel, x.shape[-1])
@@ -80,8 +82,24 @@ def scores(xp: Any, problem: Problem, noise: Noise, gate_kernel: Any, gate_bias:
         ranking = ranking + expert_bias
         ranking_bound = ranking_bound + SUMMATION * abs(ranking)
     return Scores(
-        logits, var, bound, (top + xp.log(total))[..., 0], probs, score, slope, curvature, ranking, ranking_bound, relative
+        logits,
+        var,
+        bound,
+        (top + xp.log(total))[..., 0],
+        probs,
+        score,
+        slope,
+        curvature,
+        ranking,
+        ranking_bound,
+        relative,
     )
+
+
+def nothing(problem: Problem) -> Scores:
+    """A token of zeros, which gives a batch without tokens its shapes."""
+    zero = np.zeros(problem.E)
+    return Scores(*(np.zeros(()) if name == "logsumexp" else zero for name in Scores._fields))
 
 
 def weights(xp: Any, problem: Problem, s: Scores, chosen: Any) -> Weighted:
@@ -99,7 +117,9 @@ def weights(xp: Any, problem: Problem, s: Scores, chosen: Any) -> Weighted:
         w = scale * s.score * chosen
         var = scale**2 * var_score * chosen
         if r.normalize:
-            var = var * (1 - 2 * q) + w**2 * (q**2 * var_score * chosen / _nonzero(xp, s.score) ** 2).sum(-1, keepdims=True)
+            var = var * (1 - 2 * q) + w**2 * (q**2 * var_score * chosen / _nonzero(xp, s.score) ** 2).sum(
+                -1, keepdims=True
+            )
         relative = SUMMATION**2 * (problem.K + 8) / 3
     return Weighted(w, xp.maximum(var * chosen, 0.0) + w**2 * relative)
 
@@ -139,9 +159,7 @@ def balance_backward(xp: Any, problem: Problem, s: Scores, dprobs: Any) -> tuple
     if problem.router.score == "softmax":
         return _softmax_backward(xp, s, s.probs, 1.0, dprobs, 0.0 * dprobs)
     total = s.score.sum(-1, keepdims=True)
-    return _elementwise_backward(
-        xp, s, xp.ones_like(s.score), s.score / total, 1 / total, dprobs, 0.0 * dprobs, True
-    )
+    return _elementwise_backward(xp, s, xp.ones_like(s.score), s.score / total, 1 / total, dprobs, 0.0 * dprobs, True)
 
 
 def z_backward(xp: Any, s: Scores, dz: Any) -> tuple[Any, Any]:

@@ -7,7 +7,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..parity.problem import Problem
+from ..parity.compare import Finding, judge
+from ..parity.interface import Judged
+from ..parity.problem import Problem, Routing
+from . import oracle_router as router
 
 
 class Verdict(NamedTuple):
@@ -35,19 +38,66 @@ class RouteView:
     """The scores that are ranked, selection bias included."""
     ranking_bound: np.ndarray
 
+    scores: router.Scores
+    """The same batch, for the weights at given ids."""
+
     @classmethod
-    def of(cls, problem: Problem, scored: list[Any]) -> RouteView:
-        """From one oracle_router.Scores per token."""
-        fields = ("logits", "bound", "ranking", "ranking_bound")
-        return cls(
-            problem,
-            *(np.array([getattr(s, f) for s in scored], float).reshape(len(scored), problem.E) for f in fields),
-        )
+    def of(cls, problem: Problem, scores: router.Scores) -> RouteView:
+        """From a batch's Scores."""
+        return cls(problem, scores.logits, scores.bound, scores.ranking, scores.ranking_bound, scores)
 
     def best(self) -> np.ndarray:
         """The exact choice [T, K]; lower index wins ties."""
         rows = [best_choice(self.problem, r) for r in self.ranking]
         return np.array(rows, np.int32).reshape(len(self.ranking), self.problem.K)
+
+    def weights(self, topk_idx: Any) -> Judged:
+        """The weights [T, K] at given ids; exactly 0 at -1."""
+        ids = np.asarray(topk_idx)
+        at = np.where(ids >= 0, ids, 0)
+        chosen = np.zeros((len(ids), self.problem.E))
+        rows, slots = np.nonzero(ids >= 0)
+        chosen[rows, ids[rows, slots]] = 1.0
+        with np.errstate(all="ignore"):
+            w = router.weights(np, self.problem, self.scores, chosen)
+            value, var = (np.where(ids >= 0, np.take_along_axis(a, at, -1), 0.0) for a in w)
+        return Judged(value, np.sqrt(var))
+
+    def findings(self, routing: Routing, mask: Any | None = None, *, weights: bool = True) -> list[Finding]:
+        """A routing judged: admissible sets of distinct experts, then the weights of those sets by gauge."""
+        p = self.problem
+        ids = np.asarray(routing.topk_idx)
+        if ids.shape != (p.T, p.K) or ids.dtype.kind != "i":
+            kind = "shape" if ids.dtype.kind == "i" else "dtype"
+            return [
+                Finding(
+                    tensor="topk_idx",
+                    check=kind,
+                    ok=False,
+                    message=f"topk_idx is {ids.dtype} {list(ids.shape)}; accepted: int32 {[p.T, p.K]}",
+                )
+            ]
+        verdict = self.admissible(ids, mask)
+        bad = np.nonzero(~verdict.ok)[0]
+        if len(bad):
+            return [self._inadmissible(int(bad[0]), ids, len(bad))]
+        note = f"{int(verdict.near_tie.sum())} near ties, {int(verdict.tie.sum())} ties, {int(verdict.differs.sum())} differ"
+        found = [Finding(tensor="topk_idx", check="values", ok=True, message=note)]
+        if weights:
+            found.append(judge("weights", routing.topk_weights, self.weights(ids), dtype="float32", empty_ok=p.T == 0))
+        return found
+
+    def _inadmissible(self, t: int, ids: np.ndarray, count: int) -> Finding:
+        best = best_choice(self.problem, self.ranking[t])
+        return Finding(
+            tensor="topk_idx",
+            check="values",
+            ok=False,
+            index=(t,),
+            token=t,
+            message=f"token {t} chose experts {ids[t].tolist()}, best are {sorted(best.tolist())}, and no rounding of the "
+            f"logits excuses it; {count} of {len(ids)} tokens",
+        )
 
     def admissible(self, topk_idx: Any, mask: Any | None = None) -> Verdict:
         """Judges chosen sets; the order within a token's slots carries no meaning."""

@@ -80,7 +80,9 @@ class Backward(NamedTuple):
     var_dbias: Any
 
 
-def forward(xp: Any, problem: Problem, noise: Noise, expert: Expert, x: Any, w: Any, var_w: Any, shared=False) -> Forward:
+def forward(
+    xp: Any, problem: Problem, noise: Noise, expert: Expert, x: Any, w: Any, var_w: Any, shared=False
+) -> Forward:
     """The expert's rows; `shared` rows have weight 1, which nothing rounds and nothing multiplies."""
     late = problem.experts.weight_placement == "late" and not shared
     hidden = _hidden(xp, problem, noise, expert, x)
@@ -102,15 +104,22 @@ def forward(xp: Any, problem: Problem, noise: Noise, expert: Expert, x: Any, w: 
         var_weighted = var_weighted + noise.rounded("expert_y", out)
         if expert.wo_bias is not None:
             var_weighted = (
-                var_weighted
-                + noise.rounded("weighted_y", w * expert.wo_bias)
-                + noise.rounded("expert_y_biased", w * y)
+                var_weighted + noise.rounded("weighted_y", w * expert.wo_bias) + noise.rounded("expert_y_biased", w * y)
             )
     return Forward(hidden, y, var_y, w * y, var_weighted + coherent * y * y)
 
 
 def backward(
-    xp: Any, problem: Problem, noise: Noise, expert: Expert, x: Any, w: Any, var_w: Any, dy: Any, f: Forward, shared=False
+    xp: Any,
+    problem: Problem,
+    noise: Noise,
+    expert: Expert,
+    x: Any,
+    w: Any,
+    var_w: Any,
+    dy: Any,
+    f: Forward,
+    shared=False,
 ) -> Backward:
     """Gradients of sum(dy * w * y) for rows with their own dy."""
     z = f.hidden
@@ -143,9 +152,7 @@ def backward(
         dup = dh * z.act * z.up_slope
         reach = xp.maximum(z.up_slope, xp.where(z.up_jump > 0, 1.0, 0.0))
         var_dup = (
-            reach * (z.act**2 * var_dh + dh**2 * z.var_act)
-            + noise.rounded("dpre", dup)
-            + (dh * z.act * z.up_jump) ** 2
+            reach * (z.act**2 * var_dh + dh**2 * z.var_act) + noise.rounded("dpre", dup) + (dh * z.act * z.up_jump) ** 2
         )
         dpre, var_dpre = xp.concatenate([dgate, dup], -1), xp.concatenate([var_dgate, var_dup], -1)
     else:
@@ -172,7 +179,11 @@ def backward(
         weighted_h=wh,
         var_weighted_h=w * w * z.var_h
         + coherent * z.h * z.h
-        + (0.0 if shared else noise.rounded("weighted_h", wh) + COUNT["weighted_dy"] * (noise.u2 * wh * wh + noise.tiny2 * z.h * z.h)),
+        + (
+            0.0
+            if shared
+            else noise.rounded("weighted_h", wh) + COUNT["weighted_dy"] * (noise.u2 * wh * wh + noise.tiny2 * z.h * z.h)
+        ),
         dbias=w * dy,
         var_dbias=coherent * dy * dy + noise.rounded("weighted_dy", w * dy),
     )
@@ -234,7 +245,21 @@ def _hidden(xp: Any, problem: Problem, noise: Noise, expert: Expert, x: Any) -> 
     if not problem.experts.gated:
         one, zero = xp.ones_like(act), xp.zeros_like(act)
         return Hidden(
-            act, var_act, act, var_act, slope, reach, bend, slope_parts, slope_jump, var_gate, one, zero, one, zero, kinks
+            act,
+            var_act,
+            act,
+            var_act,
+            slope,
+            reach,
+            bend,
+            slope_parts,
+            slope_jump,
+            var_gate,
+            one,
+            zero,
+            one,
+            zero,
+            kinks,
         )
 
     up, var_up = pre[..., width:], var_pre[..., width:]
@@ -249,7 +274,21 @@ def _hidden(xp: Any, problem: Problem, noise: Noise, expert: Expert, x: Any) -> 
     h = act * up
     var_h = up**2 * var_act + act**2 * var_up + noise.rounded("h", h)
     return Hidden(
-        h, var_h, act, var_act, slope, reach, bend, slope_parts, slope_jump, var_gate, up, var_up, up_slope, up_jump, kinks
+        h,
+        var_h,
+        act,
+        var_act,
+        slope,
+        reach,
+        bend,
+        slope_parts,
+        slope_jump,
+        var_gate,
+        up,
+        var_up,
+        up_slope,
+        up_jump,
+        kinks,
     )
 
 

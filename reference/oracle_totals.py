@@ -102,7 +102,9 @@ class Gradients:
             out["expert_bias"] = Judged(zero, zero)
         return out
 
-    def _outer(self, name: str, at: Any, a: np.ndarray, b: np.ndarray, var_b: np.ndarray, transpose: bool = False) -> None:
+    def _outer(
+        self, name: str, at: Any, a: np.ndarray, b: np.ndarray, var_b: np.ndarray, transpose: bool = False
+    ) -> None:
         value, var, squares = self.sums[name]
         for total, left, right in ((value, a, b), (var, a * a, var_b), (squares, a * a, b * b)):
             total[at] += right[:, None] * left if transpose else left[:, None] * right
