@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from ..parity.interface import Implementation, Support
 from ..parity.problem import Params, Problem, Routing
 from .activation import activate
+from .dense import product
 from .layer import layer_of
 from .permute import combine, count, gather, permute, token_of_row
 from .routing import route
@@ -43,14 +43,15 @@ def experts(problem: Problem, params: Params, x: Float[Array, "T D"], routing: R
         return a.reshape(problem.E, budget, a.shape[-1])
 
     rows = by_expert(gather(x, token_of_row(row_of_slot, problem.E * budget)))
-    w = 1.0
+    w = None
     if early:
         at = jnp.where(row_of_slot < 0, problem.E * budget, row_of_slot)
         w = jnp.zeros(problem.E * budget, jnp.float32).at[at].set(routing.topk_weights, mode="drop")
         w = by_expert(w[:, None])
-    pre = _product(rows, params.wi, params.need("wi_bias") if problem.experts.wi_bias else None)
-    h = (activate(problem.experts, pre) * w).astype(x.dtype)
-    out = _product(h, params.wo, params.need("wo_bias") if problem.experts.wo_bias else None, w)
+    pre = product(problem, rows, params.wi, params.need("wi_bias") if problem.experts.wi_bias else None)
+    h = activate(problem.experts, pre)
+    h = (h if w is None else h * w).astype(x.dtype)
+    out = product(problem, h, params.wo, params.need("wo_bias") if problem.experts.wo_bias else None, bias_weight=w)
     return combine(out.reshape(-1, problem.D), row_of_slot, None if early else routing.topk_weights)
 
 
@@ -84,13 +85,6 @@ def _place(problem: Problem, routing: Routing) -> Int[Array, "T K"]:
     expert = jnp.maximum(routing.topk_idx, 0)
     rank = row_of_slot - (jnp.cumsum(group_sizes, dtype=jnp.int32) - group_sizes)[expert]
     return jnp.where((row_of_slot >= 0) & (rank < budget), expert * budget + rank, -1)
-
-
-def _product(a: Array, kernels: Array, bias: Array | None, w: Array | float = 1.0) -> Array:
-    out = jnp.matmul(a, kernels, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
-    if bias is not None:
-        out = out + bias.astype(jnp.float32)[:, None, :] * w
-    return out.astype(a.dtype)
 
 
 layer = layer_of(route=route, experts=experts)

@@ -13,12 +13,19 @@ from .grouped_gemm import grouped_gemm
 from .permute import permute, unpermute
 
 
-def experts_of(*, permute: Callable, grouped_gemm: Callable, unpermute: Callable) -> Callable:
-    """Builds an `experts` stage from three others: y_t = sum_k w_tk * (act(x_t @ wi_e + b_e) @ wo_e + c_e), e = idx_tk.
+def experts(problem: Problem, params: Params, x: Float[Array, "T D"], routing: Routing) -> Float[Array, "T D"]:
+    """Runs the routed experts at a fixed routing: y_t = sum_k w_tk * (act(x_t @ wi_e + b_e) @ wo_e + c_e), e = idx_tk.
 
-    With early placement w_tk multiplies h before wo (and c_e, which h does not carry). A product, a biased output and
-    a weighted h are rounded to the storage dtype; activation and combine are float32. What the given stages leave in rows
-    without a token is selected away before it meets an activation or a sum, forward and backward.
+    With early placement w_tk multiplies h before wo, and c_e, which h does not carry. Products, biased outputs and h are
+    rounded to the storage dtype; the activation, the weighting and the sum over k are float32.
+    """
+    return experts_of(permute=permute, grouped_gemm=grouped_gemm, unpermute=unpermute)(problem, params, x, routing)
+
+
+def experts_of(*, permute: Callable, grouped_gemm: Callable, unpermute: Callable) -> Callable:
+    """Builds an `experts` stage from three others.
+
+    What they leave in rows without a token is selected away before it meets an activation or a sum, forward and backward.
     """
 
     def experts(problem: Problem, params: Params, x: Float[Array, "T D"], routing: Routing) -> Float[Array, "T D"]:
@@ -42,10 +49,6 @@ def experts_of(*, permute: Callable, grouped_gemm: Callable, unpermute: Callable
         return unpermute(problem, out, routing, row_of_slot)
 
     return experts
-
-
-experts = experts_of(permute=permute, grouped_gemm=grouped_gemm, unpermute=unpermute)
-"""The composition of this folder's own stages."""
 
 
 def _of_row(row_of_slot: Int[Array, "T K"], of_slot: Array, rows: int, *, empty: float) -> Array:

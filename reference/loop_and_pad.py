@@ -18,6 +18,7 @@ from jaxtyping import Array, Float
 from ..parity.interface import Implementation, Support
 from ..parity.problem import Params, Problem, Routing
 from .activation import activate
+from .dense import matmul, product
 from .grouped_gemm import grouped_gemm
 from .layer import layer_of
 from .permute import combine, gather, permute, token_of_row, unpermute
@@ -56,10 +57,11 @@ def _forward(problem: Problem, leaves: dict, x: Array, topk_weights: Array, topk
 
     def expert(carry: tuple[Array, Array], of_e: tuple[dict, Array]) -> tuple[tuple[Array, Array], None]:
         (pre, out), (leaf, at) = carry, of_e
-        pre_e = _product(problem, _slice(problem, rows, at), leaf["wi"], leaf.get("wi_bias"))
+        pre_e = product(problem, _slice(problem, rows, at), leaf["wi"], leaf.get("wi_bias"))
         h = activate(problem.experts, pre_e)
-        w = _slice(problem, weight, at)[:, None] if early else 1.0
-        out_e = _product(problem, (h * w).astype(x.dtype), leaf["wo"], leaf.get("wo_bias"), w)
+        w = _slice(problem, weight, at)[:, None] if early else None
+        h = h if w is None else h * w
+        out_e = product(problem, h.astype(x.dtype), leaf["wo"], leaf.get("wo_bias"), bias_weight=w)
         return (_write(pre, pre_e, at), _write(out, out_e, at)), None
 
     pre = jnp.zeros((rows.shape[0], problem.wi_columns), x.dtype)
@@ -84,19 +86,19 @@ def _backward(problem: Problem, saved: tuple, dy: Array) -> tuple[dict, Array, A
         w = mine(_slice(problem, weight, at)[:, None])
         h, activate_vjp = jax.vjp(lambda p: activate(problem.experts, p), _slice(problem, pre, at))
         h = mine(h)
-        d_h = _matmul(problem, d_e, leaf["wo"].T)
+        d_h = matmul(problem, d_e, leaf["wo"].T)
         d_w = jnp.sum(h * d_h, axis=1)
         if "wo_bias" in leaf:
-            d_w = d_w + _matmul(problem, d_e, leaf["wo_bias"][:, None])[:, 0]
+            d_w = d_w + matmul(problem, d_e, leaf["wo_bias"][:, None])[:, 0]
         d_pre = mine(activate_vjp(mine(d_h * w))[0])
         wd = d_e.astype(jnp.float32) * w
         lhs, rhs = ((h * w).astype(dy.dtype), d_e) if early else (h.astype(dy.dtype), wd.astype(dy.dtype))
-        d_leaf = {"wi": _matmul(problem, x_e.T, d_pre), "wo": _matmul(problem, lhs.T, rhs)}
+        d_leaf = {"wi": matmul(problem, x_e.T, d_pre), "wo": matmul(problem, lhs.T, rhs)}
         if "wi_bias" in leaf:
             d_leaf["wi_bias"] = d_pre.sum(axis=0, dtype=jnp.float32)
         if "wo_bias" in leaf:
             d_leaf["wo_bias"] = wd.sum(axis=0)
-        d_x = _matmul(problem, d_pre, leaf["wi"].T).astype(dy.dtype)
+        d_x = matmul(problem, d_pre, leaf["wi"].T).astype(dy.dtype)
         d_leaf = {name: d.astype(leaf[name].dtype) for name, d in d_leaf.items()}
         return (_write(d_rows, d_x, at), _write(d_weight, d_w, at)), d_leaf
 
@@ -121,18 +123,6 @@ def _slice(problem: Problem, rows: Array, at: Array) -> Array:
 
 def _write(rows: Array, new: Array, at: Array) -> Array:
     return lax.dynamic_update_slice_in_dim(rows, new, at, 0)
-
-
-def _product(problem: Problem, a: Array, kernel: Array, bias: Array | None, w: Array | float = 1.0) -> Array:
-    out = _matmul(problem, a, kernel)
-    if bias is not None:
-        out = out + bias.astype(jnp.float32)[None, :] * w
-    return out.astype(a.dtype)
-
-
-def _matmul(problem: Problem, a: Array, b: Array) -> Array:
-    precision = lax.Precision.HIGHEST if problem.precision == "highest" else lax.Precision.DEFAULT
-    return jnp.matmul(a, b, precision=precision, preferred_element_type=jnp.float32)
 
 
 layer = layer_of(route=route, experts=experts)

@@ -6,7 +6,6 @@ count is a new program to compile. Nothing of it can be traced by `jit`.
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
@@ -14,6 +13,7 @@ from jaxtyping import Array, Float
 from ..parity.interface import Implementation
 from ..parity.problem import Params, Problem, Routing
 from .activation import activate
+from .dense import product
 from .layer import layer_of
 from .routing import route
 
@@ -32,19 +32,12 @@ def experts(problem: Problem, params: Params, x: Float[Array, "T D"], routing: R
         token, slot = np.nonzero(topk_idx == e)
         w = routing.topk_weights[token, slot][:, None]
         bias = params.need("wi_bias")[e] if problem.experts.wi_bias else None
-        pre = _product(x32[token].astype(x.dtype), params.wi[e], bias)
+        pre = product(problem, x32[token].astype(x.dtype), params.wi[e], bias)
         h = activate(problem.experts, pre) * (w if early else 1.0)
         bias = params.need("wo_bias")[e] if problem.experts.wo_bias else None
-        out = _product(h.astype(x.dtype), params.wo[e], bias, w if early else 1.0)
+        out = product(problem, h.astype(x.dtype), params.wo[e], bias, bias_weight=w if early else None)
         y = y.at[token].add(out.astype(jnp.float32) * (1.0 if early else w))
     return y.astype(x.dtype)
-
-
-def _product(a: Array, kernel: Array, bias: Array | None, w: Array | float = 1.0) -> Array:
-    out = jnp.matmul(a, kernel, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
-    if bias is not None:
-        out = out + bias.astype(jnp.float32)[None, :] * w
-    return out.astype(a.dtype)
 
 
 layer = layer_of(route=route, experts=experts)
