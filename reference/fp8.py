@@ -1,12 +1,12 @@
 """Eight-bit floats with float32 scales: one per tensor (current or delayed), or one per 128 values (block scaling).
 
-    value = element * scale          scale = amax / largest
+    value = element * scale          element = cast(value * encode)    encode = largest / amax, scale = 1 / encode
 
 | recipe  | scale is taken from                         | scales are kept per |
 |---------|---------------------------------------------|---------------------|
 | current | this tensor's amax                          | group of rows, or tensor |
 | delayed | the largest amax of earlier steps           | tensor |
-| block   | this block's amax, rounded up to 2^n        | 1 x 128 (activations, gradients), 128 x 128 (kernels) |
+| block   | this block's amax; encode rounded down to 2^n | 1 x 128 (activations, gradients), 128 x 128 (kernels) |
 
 An amax of 0, or one that is infinite, gives scale 1. Delayed scaling can meet a value beyond its history: it saturates.
 Source: Transformer Engine 2.20, common/recipe (`compute_scale_from_amax`; block scaling uses powers of two by default).
@@ -15,6 +15,7 @@ Source: Transformer Engine 2.20, common/recipe (`compute_scale_from_amax`; block
 from __future__ import annotations
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from .blocks import block_amax, block_count, block_of_position
@@ -36,8 +37,10 @@ def quantize(
     rows = jnp.moveaxis(x, axis, 0).astype(jnp.float32)
     flat = rows.reshape(rows.shape[0], -1)
     group, groups = _group_of_position(flat.shape[0], group_sizes)
-    scales = scale_of(block_amax(flat, group, groups).max(axis=1, initial=0.0), fmt)
-    return _apply(flat, rows.shape, axis, group, scales, fmt), scales
+    encode = encode_of(block_amax(flat, group, groups).max(axis=1, initial=0.0), fmt)
+    scaled = flat * encode[jnp.minimum(group, groups - 1), None]
+    values = cast(jnp.where((group < groups)[:, None], scaled, 0.0), fmt)
+    return _back(values, rows.shape, axis), 1.0 / encode
 
 
 def dequantize(
@@ -59,11 +62,11 @@ def quantize_delayed(
     `history` holds earlier steps' amax, newest first, and zeros before the first step (scale 1). NaN does not enter it.
     """
     fmt = FORMATS[element]
-    scales = scale_of(history.max(initial=0.0, keepdims=True), fmt)
+    encode = encode_of(history.max(initial=0.0, keepdims=True), fmt)
     magnitude = jnp.abs(x.astype(jnp.float32))
     amax = jnp.where(jnp.isnan(magnitude), 0.0, magnitude).max(initial=0.0)
-    values = cast(x.astype(jnp.float32) / scales[0], fmt)
-    return values, scales, jnp.concatenate([amax[None], history[:-1]])
+    values = cast(x.astype(jnp.float32) * encode[0], fmt)
+    return values, 1.0 / encode, jnp.concatenate([amax[None], history[:-1]])
 
 
 def quantize_blocks(
@@ -78,12 +81,12 @@ def quantize_blocks(
     flat = rows.reshape(rows.shape[0], -1)
     blocks = block_count(flat.shape[0], BLOCK, 1 if group_sizes is None else group_sizes.shape[0])
     block_id = block_of_position(flat.shape[0], BLOCK, group_sizes)
-    scales = round_up_to_power_of_two(scale_of(block_amax(flat, block_id, blocks), fmt))
+    encode = round_down_to_power_of_two(encode_of(block_amax(flat, block_id, blocks), fmt))
     inside = block_id < blocks
-    per_row = scales[jnp.minimum(block_id, blocks - 1)]
-    values = cast(jnp.where(inside[:, None], flat / per_row, 0.0), fmt)
+    scaled = flat * encode[jnp.minimum(block_id, blocks - 1)]
+    values = cast(jnp.where(inside[:, None], scaled, 0.0), fmt)
     used = jnp.max(jnp.where(inside, block_id, -1), initial=-1) + 1
-    scales = jnp.where((jnp.arange(blocks) < used)[:, None], scales, jnp.nan)
+    scales = jnp.where((jnp.arange(blocks) < used)[:, None], 1.0 / encode, jnp.nan)
     return _back(values, rows.shape, axis), _back(scales, (blocks, *rows.shape[1:]), axis)
 
 
@@ -105,8 +108,8 @@ def quantize_tiles(x: Float[Array, "... A B"], *, element: str = "e4m3") -> tupl
     fmt = FORMATS[element]
     magnitude = jnp.abs(x.astype(jnp.float32))
     tiles = _tiles(jnp.where(jnp.isnan(magnitude), 0.0, magnitude))
-    scales = round_up_to_power_of_two(scale_of(tiles.max(axis=(-3, -1)), fmt))
-    return cast(x.astype(jnp.float32) / _per_element(scales, x.shape), fmt), scales
+    encode = round_down_to_power_of_two(encode_of(tiles.max(axis=(-3, -1)), fmt))
+    return cast(x.astype(jnp.float32) * _per_element(encode, x.shape), fmt), 1.0 / encode
 
 
 def dequantize_tiles(values: Array, scales: Float[Array, "... a b"]) -> Float[Array, "... A B"]:
@@ -114,18 +117,18 @@ def dequantize_tiles(values: Array, scales: Float[Array, "... a b"]) -> Float[Ar
     return values.astype(jnp.float32) * _per_element(scales, values.shape)
 
 
-def scale_of(amax: Float[Array, "..."], element: Format) -> Float[Array, "..."]:
-    """amax / largest in float32; 1 where amax is 0 or infinite, never below the smallest normal float32."""
+def encode_of(amax: Float[Array, "..."], element: Format) -> Float[Array, "..."]:
+    """largest / amax in float32; 1 where amax is 0 or infinite; the largest float32 where the quotient overflows."""
     usable = (amax > 0) & jnp.isfinite(amax)
-    smallest = jnp.finfo(jnp.float32).tiny
-    return jnp.where(usable, jnp.maximum(amax / jnp.float32(element.largest), smallest), 1.0)
+    quotient = jnp.float32(element.largest) / jnp.where(usable, amax, 1.0)
+    encode = jnp.where(usable, jnp.minimum(quotient, jnp.finfo(jnp.float32).max), 1.0)
+    # Kept apart, or the compiler turns 1 / (a / b) into b / a, and that into a product with a rounded reciprocal.
+    return lax.optimization_barrier(encode)
 
 
-def round_up_to_power_of_two(scale: Float[Array, "..."]) -> Float[Array, "..."]:
-    """The smallest power of two that is not below a positive normal scale; nothing saturates under it."""
-    bits = scale.view(jnp.uint32)
-    up = (bits & 0x7FFFFF > 0).astype(jnp.uint32)
-    return (((bits >> 23) + up) << 23).view(jnp.float32)
+def round_down_to_power_of_two(encode: Float[Array, "..."]) -> Float[Array, "..."]:
+    """The largest power of two that is not above a positive normal number; under it nothing saturates."""
+    return (encode.view(jnp.uint32) >> 23 << 23).view(jnp.float32)
 
 
 def _group_of_position(length: int, group_sizes: Array | None) -> tuple[Array, int]:
@@ -133,12 +136,6 @@ def _group_of_position(length: int, group_sizes: Array | None) -> tuple[Array, i
         return jnp.zeros(length, jnp.int32), 1
     ends = jnp.cumsum(group_sizes.astype(jnp.int32))
     return jnp.searchsorted(ends, jnp.arange(length, dtype=jnp.int32), side="right").astype(jnp.int32), ends.shape[0]
-
-
-def _apply(flat: Array, shape: tuple[int, ...], axis: int, group: Array, scales: Array, fmt: Format) -> Array:
-    groups = scales.shape[0]
-    scaled = flat / scales[jnp.minimum(group, groups - 1), None]
-    return _back(cast(jnp.where((group < groups)[:, None], scaled, 0.0), fmt), shape, axis)
 
 
 def _back(flat: Array, shape: tuple[int, ...], axis: int) -> Array:

@@ -52,8 +52,8 @@ def quantize(
     block_id = block_of_position(flat.shape[0], BLOCK, group_sizes)
     scales = scale_byte(block_amax(flat, block_id, blocks), fmt, scale_rule)
     inside = block_id < blocks
-    multiplier = reciprocal(scales[jnp.minimum(block_id, blocks - 1)])
-    values = cast(jnp.where(inside[:, None], flat * multiplier, 0.0), fmt)
+    scaled = divide(flat, scales[jnp.minimum(block_id, blocks - 1)])
+    values = cast(jnp.where(inside[:, None], scaled, 0.0), fmt)
     used = jnp.max(jnp.where(inside, block_id, -1), initial=-1) + 1
     scales = jnp.where((jnp.arange(blocks) < used)[:, None], scales, jnp.uint8(NAN_SCALE))
     return _back(values, rows.shape, axis), _back(scales, (blocks, *rows.shape[1:]), axis)
@@ -79,7 +79,7 @@ def scale_byte(amax: Float[Array, "..."], element: Format, scale_rule: str) -> U
         target = amax * jnp.float32(1.0 / element.largest)
         exponent, mantissa = _fields(target)
         up = (mantissa > 0) & (exponent < 254) & ~((exponent == 0) & (mantissa <= 0x400000))
-        byte = exponent + up
+        byte = exponent + up.astype(jnp.int32)
     else:
         byte = jnp.maximum(_fields(amax)[0] - element.emax, 0)
     byte = jnp.where(jnp.isinf(amax), 254, byte)
@@ -93,12 +93,13 @@ def power_of_two(byte: UInt8[Array, "..."]) -> Float[Array, "..."]:
     return jnp.where(byte == NAN_SCALE, jnp.nan, value)
 
 
-def reciprocal(byte: UInt8[Array, "..."]) -> Float[Array, "..."]:
-    """2^(127 - byte) in float32, and 1 for byte 0 (an all-zero block, or one below every scale)."""
-    bits = (254 - byte.astype(jnp.int32)).astype(jnp.uint32) << 23
-    tiny = jnp.uint32(0x00400000)  # 2^-127: the bits of 254 - 254 would spell 0, and Inf * 0 is NaN
-    value = jnp.where(byte == 254, tiny, bits).view(jnp.float32)
-    return jnp.where(byte == 0, 1.0, value)
+def divide(x: Float[Array, "..."], byte: UInt8[Array, "..."]) -> Float[Array, "..."]:
+    """x * 2^(127 - byte) in float32; byte 0 (an all-zero block, or one below every scale) leaves x as it is."""
+    bits = jnp.minimum(254 - byte.astype(jnp.int32), 253)
+    # 2^-127 is subnormal, and a backend that flushes it turns Inf * 2^-127 into NaN: halve first.
+    halved = jnp.where(byte == 254, 0.5 * x, x)
+    factor = (jnp.maximum(bits, 1).astype(jnp.uint32) << 23).view(jnp.float32)
+    return jnp.where(byte == 0, x, halved * factor)
 
 
 def _fields(x: Float[Array, "..."]) -> tuple[Array, Array]:

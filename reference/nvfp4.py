@@ -1,7 +1,8 @@
 """NVFP4: four-bit values (e2m1), one e4m3 scale per 16 of them, one float32 scale per tensor. Forward pass only.
 
     value = element * block_scale * tensor_scale
-    tensor_scale = amax / (6 * 448)        block_scale = e4m3(block_amax / 6 / tensor_scale)
+    encode = 6 * 448 / amax          tensor_scale = 1 / encode          block_scale = e4m3(block_amax * (1/6) * encode)
+    element = cast(x * (encode / block_scale))
 
 An all-zero block has block_scale 0 and stores zeros: its reciprocal is never taken. The block scale saturates at 448, which
 is reached only by the block that holds the tensor's amax, so no scale becomes NaN (e4m3 has no infinity: 480 would).
@@ -11,6 +12,7 @@ Source: Transformer Engine 2.20, NVFP4 block scaling; round to nearest even, wit
 from __future__ import annotations
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from .blocks import block_amax, block_count, block_of_position
@@ -31,20 +33,24 @@ def quantize(
     flat = rows.reshape(rows.shape[0], -1)
     blocks = block_count(flat.shape[0], BLOCK, 1 if group_sizes is None else group_sizes.shape[0])
     block_id = block_of_position(flat.shape[0], BLOCK, group_sizes)
-    amax = block_amax(flat, block_id, blocks)
+    amax = block_amax(jnp.where((block_id < blocks)[:, None], flat, 0.0), block_id, blocks)
     largest = amax.max(initial=0.0)
     usable = (largest > 0) & jnp.isfinite(largest)
-    tensor_scale = jnp.where(usable, largest / jnp.float32(E2M1.largest * E4M3.largest), 1.0)
-    block_scale = cast(amax / E2M1.largest / tensor_scale, E4M3)
+    quotient = jnp.float32(E2M1.largest * E4M3.largest) / jnp.where(usable, largest, 1.0)
+    # Kept apart, or the compiler folds 1 / (a / b) into b / a.
+    encode = lax.optimization_barrier(jnp.where(usable, jnp.minimum(quotient, jnp.finfo(jnp.float32).max), 1.0))
+    block_scale = cast(amax * jnp.float32(1 / E2M1.largest) * encode, E4M3)
     inside = block_id < blocks
-    divisor = block_scale.astype(jnp.float32)[jnp.minimum(block_id, blocks - 1)] * tensor_scale
-    quotient = flat / jnp.where(divisor > 0, divisor, 1.0)
-    values = cast(jnp.where(inside[:, None] & (divisor > 0), quotient, 0.0), E2M1)
+    per_block = block_scale.astype(jnp.float32)
+    block_encode = lax.optimization_barrier(encode / jnp.where(per_block > 0, per_block, 1.0))
+    at = jnp.minimum(block_id, blocks - 1)
+    held = inside[:, None] & (per_block[at] > 0)
+    values = cast(jnp.where(held, flat * block_encode[at], 0.0), E2M1)
     used = jnp.max(jnp.where(inside, block_id, -1), initial=-1) + 1
     padding = jnp.full_like(block_scale, jnp.nan)
     block_scale = jnp.where((jnp.arange(blocks) < used)[:, None], block_scale, padding)
     back = jnp.moveaxis(block_scale.reshape(blocks, *rows.shape[1:]), 0, axis)
-    return jnp.moveaxis(values.reshape(rows.shape), 0, axis), (back, tensor_scale)
+    return jnp.moveaxis(values.reshape(rows.shape), 0, axis), (back, 1.0 / encode)
 
 
 def dequantize(
