@@ -14,7 +14,7 @@ from typing import Any
 
 import typer
 
-from . import cli_compare, cli_info
+from . import cli_bench, cli_compare, cli_guard, cli_info, cli_ladder, cli_report
 from .problem import InvalidInput
 
 app = typer.Typer(
@@ -55,5 +55,14 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
     return app.command(name=function.__name__.rstrip("_"))(run)
 
 
-for _function in (cli_compare.compare, cli_info.list_, cli_info.doctor, cli_info.bars):
+for _function in (
+    cli_compare.compare,
+    cli_info.list_,
+    cli_info.doctor,
+    cli_info.bars,
+    cli_bench.bench,
+    cli_guard.guard,
+    cli_report.report,
+    cli_ladder.ladder,
+):
     command(_function)

@@ -7,6 +7,7 @@ the last timed repetition against the oracle's answer for the variant that it ra
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -52,6 +53,8 @@ class _Subject:
     implementation: Implementation
     result: ResultRecord
     calls: dict[str, Call] = field(default_factory=dict)
+    judged_as: list[Case] = field(default_factory=list)
+    """The cases whose oracle's answer it must give: the given ones, or what is left of them after its drops."""
 
 
 def run_case(cases: Sequence[Case], implementations: Sequence[Implementation], options: Options) -> CaseRecord:
@@ -111,17 +114,21 @@ def _admit(
 
 def _judge_first(s: _Subject, cases: Sequence[Case], options: Options) -> None:
     """Runs the first variant and sets the verdict; a target that raises disagrees, and its message is the reason."""
-    implementation, case, result = s.implementation, cases[0], s.result
+    implementation, result = s.implementation, s.result
     try:
+        s.judged_as = [kept(implementation, c) for c in cases]
+        case = s.judged_as[0]
         for what in options.whats:
-            if not implementation.offers(what.partition(" ")[0]):
+            stage = what.partition(" ")[0]
+            if not implementation.offers(stage) or (stage == "layer" and "drops" in implementation.traits):
                 continue
             call = stage_call(implementation, what, cases)
             s.calls[what] = call
-            got = jax.block_until_ready(call.run(*call.inputs[0]))
+            got = call(0)
             result.findings += stage_findings(what, call, case, 0, got, options.oracle)
         judged_layer = any(w.startswith("layer") for w in s.calls)
-        if options.layer and not judged_layer and implementation.offers("layer"):
+        drops = "drops" in implementation.traits
+        if options.layer and not judged_layer and not drops and implementation.offers("layer"):
             found = layer_findings(implementation, case, oracle=options.oracle, grad=options.grad)
             result.findings += [to_record(f, "layer") for f in found]
     except Unsupported as error:
@@ -133,18 +140,33 @@ def _judge_first(s: _Subject, cases: Sequence[Case], options: Options) -> None:
         result.verdict, result.reason = "disagree", f"raised {type(error).__name__}: {' '.join(str(error).split())}"
         result.findings = [FindingRecord(tensor="y", stage="experts", ok=False, check="ran", message=result.reason)]
         return
-    _settle(result, implementation)
+    _settle(s, cases)
 
 
-def _settle(result: ResultRecord, implementation: Implementation) -> None:
+def kept(implementation: Implementation, case: Case) -> Case:
+    """The case that a dropping implementation must match: its module's `keep(problem, routing)` says what is left."""
+    if "drops" not in implementation.traits:
+        return case
+    module = sys.modules[implementation.stage("experts").__module__]
+    return case.replace(routing=module.keep(case.problem, case.routing))
+
+
+def _settle(s: _Subject, cases: Sequence[Case]) -> None:
+    result = s.result
     failed = [f for f in (*result.findings, *result.after) if not f.ok]
-    if not failed:
-        result.verdict, result.reason = "agree", ""
-    elif "drops" in implementation.traits:
-        result.verdict, result.reason = "expected-different", f"drops on purpose: {failed[0].message}"
-    else:
+    if failed:
         result.verdict = "disagree"
         result.reason = f"{failed[0].stage} {failed[0].tensor}: {failed[0].message}"
+    elif "drops" in s.implementation.traits:
+        routed, left = (int(group_sizes(c).sum()) for c in (cases[0], s.judged_as[0]))
+        lost = np.asarray(cases[0].routing.topk_idx) != np.asarray(s.judged_as[0].routing.topk_idx)
+        result.verdict = "expected-different"
+        result.reason = (
+            f"drops {routed - left:,} of {routed:,} rows, of {int(lost.any(1).sum()):,} tokens and "
+            f"{int((group_sizes(cases[0]) > group_sizes(s.judged_as[0])).sum())} experts, exactly those that it reports"
+        )
+    else:
+        result.verdict, result.reason = "agree", ""
 
 
 def _time(subjects: Sequence[_Subject], cases: Sequence[Case], record: CaseRecord, options: Options) -> None:
@@ -163,9 +185,9 @@ def _time(subjects: Sequence[_Subject], cases: Sequence[Case], record: CaseRecor
             timings.append(call.record(useful_flops=work.flops, bytes_moved=work.bytes))
             if call.last is not None:
                 variant, out = call.last
-                s.result.after += stage_findings(what, call, cases[variant], variant, out, options.oracle)
+                s.result.after += stage_findings(what, call, s.judged_as[variant], variant, out, options.oracle)
                 call.last = None
-        _settle(s.result, s.implementation)
+        _settle(s, cases)
         if s.result.verdict in TIMED_VERDICTS:
             s.result.timings = timings
 

@@ -7,10 +7,9 @@ import os
 from pathlib import Path
 from typing import Annotated
 
-import jax
 import typer
 
-from . import registry
+from . import launch, registry
 from .interface import Implementation
 from .problem import InvalidInput
 
@@ -79,20 +78,9 @@ def check_writable(path: Path | None) -> None:
 
 
 def start_devices(ep: int | None) -> None:
-    """Asks for `ep` virtual CPU devices before JAX starts, and checks that there are enough devices of any kind."""
-    if ep is None:
-        return
-    if ep < 1:
-        raise InvalidInput(f"--ep is {ep}; accepted: 1 or more ranks")
-    try:
-        if jax.config.jax_num_cpu_devices < ep:
-            jax.config.update("jax_num_cpu_devices", ep)
-    except RuntimeError:  # JAX has started; the count below decides
-        pass
-    if jax.device_count() < ep:
-        raise InvalidInput(
-            f"--ep is {ep} but there are {jax.device_count()} devices; accepted: up to {jax.device_count()}"
-        )
+    """With --ep, makes sure that there are that many devices, virtual ones without a GPU, before JAX starts."""
+    if ep is not None:
+        launch.start_devices(ep)
 
 
 def implementations(names: list[str] | None, ep: int | None = None) -> list[Implementation]:

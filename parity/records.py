@@ -27,7 +27,7 @@ SCHEMA = 1
 """Version of the dataclasses below."""
 
 Kind = Literal["compare", "bench", "check", "guard", "ladder", "mutants"]
-Verdict = Literal["agree", "disagree", "not repeatable", "cannot run", "expected-different", "known"]
+Verdict = Literal["agree", "disagree", "not repeatable", "cannot run", "expected-different", "known", "alarm"]
 
 TIMED_VERDICTS = ("agree", "expected-different")
 """Verdicts that a timing may stand beside."""
@@ -181,7 +181,7 @@ class Record:
     @property
     def disagreements(self) -> list[ResultRecord]:
         """Results whose verdict makes the exit code 1."""
-        return [r for c in self.cases for r in c.results if r.verdict in ("disagree", "not repeatable")]
+        return [r for c in self.cases for r in c.results if r.verdict in ("disagree", "not repeatable", "alarm")]
 
 
 def new_record(kind: Kind, *, seed: int = 0, command: dict[str, Any] | None = None) -> Record:

@@ -14,7 +14,7 @@ from .problem import Problem
 from .records import CaseRecord, Record, ResultRecord
 from .registry import BASELINE
 from .tables import label, problem_line
-from .terminal import percent, seconds, size
+from .terminal import percent, rate, seconds, size
 from .tolerances import ELEMENT_BAR
 
 
@@ -42,6 +42,7 @@ def sections(records: Sequence[Record]) -> list[Section]:
         found += [speedup(timed), *(times(r, c) for r, c in timed)]
         found += [s for r, c in timed if (s := time_split(r, c))]
         found += [roofline(r, c) for r, c in timed]
+    found += [ladder_section(r) for r in records if r.kind == "ladder"]
     found += [errors(r, c) for r, c in judged if any(f.histogram for x in c.results for f in x.findings)]
     return found
 
@@ -246,6 +247,38 @@ def errors(record: Record, case: CaseRecord) -> Section:
         ["implementation", "elements", "> 1", "> 2", "> 3", "> 4", f"> {ELEMENT_BAR:g}"],
         rows,
         plot=lambda: plots.error_steps(merged, ELEMENT_BAR),
+    )
+
+
+def ladder_section(record: Record) -> Section:
+    """The walk, with its waterfall."""
+    walk = record.extra.get("rungs", [])
+    here = str(record.environment.get("device_kind"))
+    rows = []
+    for i, r in enumerate(walk, 1):
+        timed = bool(r.get("seconds"))
+        rows.append(
+            [
+                f"{i}. {r['title']} (`{r['implementation']}`)",
+                seconds(r["seconds"]) if timed else "-",
+                rate(r["flops_per_s"]) if timed else "-",
+                f"{100 * r['padding']:.0f} %" if timed and r.get("padding") is not None else "-",
+                size(r["memory"]) if timed else "-",
+                str(r["compiles"]) if timed else "-",
+                r["device"] if timed else "not measured",
+            ]
+        )
+    names = [f"{i}. {r['title']}" for i, r in enumerate(walk, 1)]
+    values = [1e3 * r["seconds"] if r.get("seconds") and r["device"] == here else None for r in walk]
+    case = record.cases[0]
+    return Section(
+        f"Ladder: {case.label}",
+        f"{problem_line(Problem.from_json(case.problem))}. Each rung changes one thing; the bar reaches from the time of the rung "
+        f"above to its own. Measured on {here}; rungs from other devices are in the table only.",
+        ["rung", "time", "useful", "padding", "memory", "executables", "measured on"],
+        rows,
+        plot=lambda: plots.waterfall(names, values, xlabel="time, experts forward+backward", unit="ms"),
+        notes=[f"**{i}. {r['title']}**: {r['changed']} {r.get('reason') or ''}".strip() for i, r in enumerate(walk, 1)],
     )
 
 

@@ -37,8 +37,17 @@ class Call:
     wall_s: list[float] = field(default_factory=list)
     device_s: list[float] = field(default_factory=list)
     device_timer: str = ""
+    compiles: int = 0
+    """Executables built so far, by compiling and by running."""
     last: tuple[int, Any] | None = None
     """Variant and outputs of the last timed repetition, to be judged."""
+
+    def __call__(self, variant: int) -> Any:
+        """Runs one variant to the end."""
+        before = _COMPILED[0]
+        out = jax.block_until_ready(self.run(*self.inputs[variant]))
+        self.compiles += _COMPILED[0] - before
+        return out
 
     def record(self, *, useful_flops: float = 0.0, bytes_moved: float = 0.0) -> TimingRecord:
         """The measurement as it is stored."""
@@ -52,7 +61,19 @@ class Call:
             bytes_moved=bytes_moved,
             temp_bytes=self.temp_bytes,
             peak_bytes=self.peak_bytes,
+            compiles=self.compiles,
         )
+
+
+_COMPILED = [0]
+
+
+def _count(event: str, duration: float, **_: Any) -> None:
+    if event == "/jax/core/compile/backend_compile_duration":
+        _COMPILED[0] += 1
+
+
+jax.monitoring.register_event_duration_secs_listener(_count)
 
 
 def prepare(what: str, function: Callable[..., Any], inputs: Sequence[tuple[Any, ...]], *, eager: bool = False) -> Call:
@@ -64,9 +85,9 @@ def prepare(what: str, function: Callable[..., Any], inputs: Sequence[tuple[Any,
         raise InvalidInput(f"{what} has no inputs to time; accepted: one variant or more")
     if eager:
         return Call(what, function, inputs)
-    start = time.perf_counter()
+    start, before = time.perf_counter(), _COMPILED[0]
     compiled = jax.jit(function).lower(*inputs[0]).compile()
-    call = Call(what, compiled, inputs, compile_s=time.perf_counter() - start)
+    call = Call(what, compiled, inputs, compile_s=time.perf_counter() - start, compiles=_COMPILED[0] - before)
     memory = compiled.memory_analysis()
     if memory is not None:
         call.temp_bytes = int(memory.temp_size_in_bytes)
@@ -115,7 +136,7 @@ def _warm(call: Call, rounds: int | None, share_s: float, least: int, most: int)
 
 def _once(call: Call) -> float:
     start = time.perf_counter()
-    jax.block_until_ready(call.run(*call.inputs[-1]))
+    call(-1)
     return time.perf_counter() - start
 
 
@@ -123,7 +144,7 @@ def _repeat(call: Call, variant: int, flush: Callable[[], None]) -> None:
     call.last = None  # frees the outputs before the next ones are made
     flush()
     start = time.perf_counter()
-    out = jax.block_until_ready(call.run(*call.inputs[variant]))
+    out = call(variant)
     call.wall_s.append(time.perf_counter() - start)
     call.last = (variant, out)
 
