@@ -1,7 +1,6 @@
 """Known-bad combinations: each rule applies exactly where it should, whatever machine this is."""
 
 import pytest
-
 from dropless.parity.doctor import RULES, diagnose, version
 
 GOOD = {

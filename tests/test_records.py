@@ -5,7 +5,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-
 from dropless.parity import InvalidInput, Problem, records
 from dropless.parity.records import FindingRecord, ResultRecord, TimingRecord
 

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 from dropless.parity import InvalidInput, Problem, costs
 from dropless.parity.timing import measure, prepare
 
