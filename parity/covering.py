@@ -91,7 +91,7 @@ def covering_rows() -> tuple[Mapping[str, Any], ...]:
 def feasible_pairs() -> tuple[Pair, ...]:
     """Every pair of levels of two factors, but E with K, that some valid, affordable problem contains."""
     found: dict[Pair, None] = {}
-    sizes = ("E", "K", "D", "F", "groups")
+    sizes: tuple[str, ...] = ("E", "K", "D", "F", "groups")
     others = [name for name in FACTORS if name not in sizes]
     for levels in itertools.product(*(FACTORS[name] for name in sizes)):
         row = dict(zip(sizes, levels, strict=True))
