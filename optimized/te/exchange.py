@@ -60,7 +60,7 @@ def ep_dispatch(
         raise Unsupported(able.reason)
     group = start(problem)
     ids, weights = (a.reshape(W, t, problem.K) for a in (routing.topk_idx, routing.topk_weights))
-    x, ids, weights = split(problem, x, ids, weights)
+    x, ids, weights = split(problem, x, ids, jnp.where(ids >= 0, weights, 0))
     rows, row_weights, handle, padded_sizes, received = dispatch(config(problem), ids, x, weights, group.capacity)
     return rows, group_sizes(problem, ids), ExchangeState(row_weights, handle, padded_sizes, received, (W, t))
 
