@@ -7,9 +7,12 @@ mean: criteria over fractions or whole tensors pass a layer that lost a token. A
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -63,35 +66,37 @@ def judge(tensor: str, got: Any, judged: Judged, *, dtype: Any, empty_ok: bool =
     early = _kind(tensor, got, judged.value.shape, dtype)
     if early:
         return early
-    got = np.asarray(got)
-    if got.size == 0:
-        return Finding(
-            tensor=tensor,
-            check="values",
-            ok=empty_ok,
-            message="" if empty_ok else f"{tensor} is empty: nothing was compared",
-        )
-    # Values keep their storage dtype until here: float64 holds every one of them exactly.
-    have, want = got.astype(np.float64), np.asarray(judged.value)
-    known, finite = np.isfinite(want), np.isfinite(have)
-    if not known.any():
-        return Finding(
-            tensor=tensor,
-            check="values",
-            ok=False,
-            message=f"the exact {tensor} is nowhere finite: nothing was compared",
-        )
-    wrong = known != finite
-    if wrong.any():
-        index = _first(wrong)
-        what = "not finite" if known[index] else f"{have[index]:g} where the exact value is {want[index]:g}"
-        return _at(
-            tensor, index, have, judged, token, check="finite", ok=False, message=f"{tensor}{_where(index)} is {what}"
-        )
-    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-        error = np.where(known, abs(have - want), 0.0)
-        ratio = np.where(error == 0, 0.0, error / judged.gauge)
-    return _values(tensor, have, judged, error, ratio, token)
+    if not got.size:
+        message = "" if empty_ok else f"{tensor} is empty: nothing was compared"
+        return Finding(tensor=tensor, check="values", ok=empty_ok, message=message)
+    rows = judged.dof is not None and len(got.shape) == 2
+    found = _measure(got, judged, row_bar(min(judged.dof, got.shape[-1])) if rows and judged.dof is not None else 0.0)
+    if not found.known:
+        message = f"the exact {tensor} is nowhere finite: nothing was compared"
+        return Finding(tensor=tensor, check="values", ok=False, message=message)
+    if found.wrong:
+        index = _unravel(found.wrong_at, got)
+        finding = _at(tensor, index, got, judged, token, check="finite", ok=False)
+        return finding.replace(message=f"{tensor}{_where(index)} is {finding.got:g}, the exact value {finding.want:g}")
+    element = float(found.element) / ELEMENT_BAR
+    by_row = float(found.row) > element
+    measured = float(found.row) if by_row else element
+    index = _unravel(found.row_at if by_row else found.element_at, got)
+    finding = _at(tensor, index, got, judged, token, check="values", ok=measured <= 1)
+    if not finding.ok:
+        lies = f"{finding.got:.9g} where {finding.want:.9g} is exact (gauge {finding.gauge:.3g})"
+        whole = "worst of a row that as a whole " if by_row else ""
+        finding = finding.replace(message=f"{tensor}{_where(index)}: {whole}lies {measured:.3g} bars off: {lies}")
+    return finding.replace(measured=measured, histogram=tuple(int(n) for n in np.asarray(found.histogram)))
+
+
+def merge(findings: Iterable[Finding]) -> Finding:
+    """The findings on the pieces of one tensor as one: the first failed check, else the largest error; counts add up."""
+    each = list(findings)
+    order = {check: i for i, check in enumerate(CHECKS)}
+    worst = min(each, key=lambda f: (f.ok, order[f.check], -(f.measured or 0.0)))
+    bins = [f.histogram for f in each if f.histogram]
+    return worst.replace(kinks=sum(f.kinks for f in each), histogram=tuple(map(sum, zip(*bins, strict=True))))
 
 
 def same_bits(tensor: str, got: Any, want: Any) -> Finding:
@@ -100,24 +105,21 @@ def same_bits(tensor: str, got: Any, want: Any) -> Finding:
     early = _kind(tensor, got, want.shape, want.dtype)
     if early:
         return early
-    got = np.asarray(got)
-    differs = (
-        got.view(np.uint8).reshape(*got.shape, -1) != want.view(np.uint8).reshape(*want.shape, -1)
-        if got.ndim
-        else (got.reshape(1).view(np.uint8) != want.reshape(1).view(np.uint8))
-    )
-    differs = differs.any(-1)
-    if not np.issubdtype(want.dtype, np.integer) and want.dtype != bool:
+    got, shape = np.atleast_1d(np.asarray(got)), want.shape
+    want = np.atleast_1d(want)
+    differs = (got.view(np.uint8).reshape(*got.shape, -1) != want.view(np.uint8).reshape(*want.shape, -1)).any(-1)
+    if got.dtype.kind not in "biu":
         differs &= ~(np.isnan(got.astype(np.float64)) & np.isnan(want.astype(np.float64)))
     count = int(differs.sum())
     if not count:
         return Finding(tensor=tensor, check="values", ok=True)
-    index = _first(differs)
-    message = f"{tensor}{_where(index)} is {got[index]!s}, not {want[index]!s}; {count} of {want.size} elements differ"
+    at = _unravel(differs.argmax(), got)
+    index = at if shape else ()
+    message = f"{tensor}{_where(index)} is {got[at]!s}, not {want[at]!s}; {count} of {want.size} elements differ"
     finding = Finding(
         tensor=tensor, check="values", ok=False, index=index, message=message, **_names(tensor, index, None)
     )
-    return finding.replace(got=float(got[index]), want=float(want[index]))
+    return finding.replace(got=float(got[at]), want=float(want[at]))
 
 
 def _kind(tensor: str, got: Any, shape: tuple[int, ...], dtype: Any) -> Finding | None:
@@ -134,36 +136,65 @@ def _kind(tensor: str, got: Any, shape: tuple[int, ...], dtype: Any) -> Finding 
     return None
 
 
-def _values(tensor: str, have: np.ndarray, judged: Judged, error: np.ndarray, ratio: np.ndarray, token: Any) -> Finding:
-    index = _largest(ratio)
-    measured, message = float(ratio[index]) / ELEMENT_BAR, ""
-    if judged.dof is not None and have.ndim == 2:
-        known = np.isfinite(judged.value)
-        gauge = np.sqrt((np.where(known, judged.gauge, 0.0) ** 2).sum(-1))
-        with np.errstate(invalid="ignore", divide="ignore"):
-            norm = np.sqrt((error**2).sum(-1))
-            rows = np.where(norm == 0, 0.0, norm / gauge) / row_bar(min(judged.dof, have.shape[-1]))
-        row = _largest(rows)
-        if rows[row] > measured:
-            measured = float(rows[row])
-            index = (*row, int(ratio[row].argmax()))
-            message = "its row as a whole: "
-    ok = measured <= 1
-    bins = np.bincount(np.minimum(ratio.ravel() * 4, BINS - 1).astype(int), minlength=BINS)
-    if not ok:
-        lies = f"{have[index]:.9g} lies {measured:.3g} bars from {judged.value[index]:.9g}"
-        message = f"{tensor}{_where(index)}: {message}{lies} (gauge {judged.gauge[index]:.3g})"
-    finding = _at(tensor, index, have, judged, token, check="values", ok=ok, message="" if ok else message)
-    return finding.replace(measured=measured, histogram=tuple(int(b) for b in bins))
+class _Measured(NamedTuple):
+    known: Any
+    wrong: Any
+    wrong_at: Any
+    element: Any
+    element_at: Any
+    row: Any
+    row_at: Any
+    histogram: Any
 
 
-def _at(tensor: str, index: tuple[int, ...], have: np.ndarray, judged: Judged, token: Any, **fields: Any) -> Finding:
+def _measure(got: Any, judged: Judged, bar: float) -> _Measured:
+    """The reductions that a verdict needs, where the exact values lie: a large layer's never come to the host."""
+    if isinstance(judged.value, jax.Array):
+        with jax.enable_x64(True):
+            return _Measured(*_reduce_jit(jnp.asarray(got), judged.value, judged.gauge, bar))
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        return _reduce(np, np.asarray(got), judged.value, judged.gauge, bar)
+
+
+def _reduce(xp: Any, got: Any, want: Any, gauge: Any, bar: Any) -> _Measured:
+    have = got.astype(np.float64)  # exact for every storage dtype
+    known, finite = xp.isfinite(want), xp.isfinite(have)
+    wrong = known != finite
+    error = xp.where(known & finite, abs(have - want), 0.0)
+    ratio = xp.where(error == 0, 0.0, error / gauge)
+    ratio = xp.where(xp.isnan(ratio), np.inf, ratio)
+    bins = xp.minimum(ratio * 4, BINS - 1).astype(np.int32).ravel()
+    row, row_at = xp.zeros(()), 0
+    if want.ndim == 2:
+        norm = xp.sqrt((error**2).sum(-1))
+        rows = xp.where(norm == 0, 0.0, norm / xp.sqrt((xp.where(known, gauge, 0.0) ** 2).sum(-1)))
+        rows = xp.where(bar > 0, rows / xp.where(bar > 0, bar, 1.0), 0.0)
+        row = rows.max()
+        row_at = rows.argmax() * want.shape[-1] + ratio[rows.argmax()].argmax()
+    return _Measured(
+        known.any(),
+        wrong.any(),
+        wrong.argmax(),
+        ratio.max(),
+        ratio.argmax(),
+        row,
+        row_at,
+        xp.bincount(bins, **({"minlength": BINS} if xp is np else {"length": BINS})),
+    )
+
+
+_reduce_jit = jax.jit(functools.partial(_reduce, jnp))
+
+
+def _at(tensor: str, index: tuple[int, ...], have: Any, judged: Judged, token: Any, **fields: Any) -> Finding:
+    with jax.enable_x64(True):
+        got, want, gauge = (float(np.asarray(a[index])) for a in (have, judged.value, judged.gauge))
     return Finding(
         tensor=tensor,
         index=index,
-        got=float(have[index]),
-        want=float(judged.value[index]),
-        gauge=float(judged.gauge[index]),
+        got=got,
+        want=want,
+        gauge=gauge,
         kinks=int(judged.kinks),
         **_names(tensor, index, token),
         **fields,
@@ -182,9 +213,5 @@ def _where(index: tuple[int, ...]) -> str:
     return f"[{', '.join(map(str, index))}]" if index else ""
 
 
-def _first(flags: np.ndarray) -> tuple[int, ...]:
-    return tuple(int(i) for i in np.unravel_index(int(flags.argmax()), flags.shape))
-
-
-def _largest(values: np.ndarray) -> tuple[int, ...]:
-    return _first(np.nan_to_num(values, nan=np.inf, posinf=np.inf))
+def _unravel(at: Any, like: Any) -> tuple[int, ...]:
+    return tuple(int(i) for i in np.unravel_index(int(at), like.shape))

@@ -176,6 +176,22 @@ def probabilities(problem: Problem, s: Scores) -> Any:
     return s.probs if problem.router.score == "softmax" else s.score / s.score.sum(-1, keepdims=True)
 
 
+def loss_terms(xp: Any, problem: Problem, s: Scores, name: str, dprobs: Any, dz: Any) -> tuple[Any, Any]:
+    """Each token's share of a loss that is linear in the probabilities (dprobs), or of z, with its variance."""
+    if name == "z":
+        slope, _ = z_backward(xp, s, dz)
+        own = s.relative.max(-1) * (2 * dz * s.logsumexp) ** 2
+        return dz * s.logsumexp**2, (slope**2 * s.var).sum(-1) + own
+    slope, _ = balance_backward(xp, problem, s, dprobs)
+    terms = dprobs * probabilities(problem, s)
+    return terms.sum(-1), (slope**2 * s.var + s.relative * terms**2).sum(-1)
+
+
+def loss_total(problem: Problem, value: Any, var: Any, tokens: Any) -> tuple[Any, Any]:
+    """A loss and its variance from the sums of its tokens' shares: float32 sums of positive terms."""
+    return value, var + SUMMATION**2 * ((tokens + problem.E + 2) / 3 + 8) * value**2
+
+
 def _softmax_shares(xp: Any, problem: Problem, s: Scores, chosen: Any) -> tuple[Any, Any, Any]:
     """(q, scale, leak): the weights are scale * q at the chosen; leak is norm_eps / (its denominator)."""
     r = problem.router

@@ -8,7 +8,6 @@ import numpy as np
 
 from ..parity.interface import Judged
 from ..parity.problem import Problem
-from ..parity.tolerances import SUMMATION
 from . import oracle_router as router
 from .oracle_gauge import Noise
 
@@ -35,13 +34,27 @@ class TokenSum:
         """The sum so far may be rounded before more is added."""
         self.var += np.where(self.n > 0, noise.rounded("part", self.value), 0.0)
 
-    def judged(self, noise: Noise, name: str, dof: int, few: int, kinks: int = 0) -> Judged:
-        """Value and gauge; tokens without any term are exactly 0. `few` independent errors if a row moves together."""
-        n = np.maximum(self.n, 1)
-        var = self.var + noise.partial_sums(n, self.value, self.squares) + noise.rounded(name, self.value)
-        together = np.nan_to_num(self.coherent).sum(-1) > _COHERENT * np.nan_to_num(var).sum(-1)
-        gauge = np.sqrt(np.where(self.n > 0, var, 0.0))
-        return Judged(self.value, gauge, kinks, min(dof, few) if together.any() else dof)
+    def judged(self, noise: Noise, name: str, problem: Problem, layer: bool, kinks: int = 0) -> Judged:
+        """Value and gauge; tokens without any term are exactly 0."""
+        gauge, together = token_gauge(np, noise, name, self.value, self.var, self.squares, self.coherent, self.n)
+        return Judged(self.value, gauge, kinks, row_dof(problem, layer, bool(together)))
+
+
+def token_gauge(
+    xp: Any, noise: Noise, name: str, value: Any, var: Any, squares: Any, coherent: Any, n: Any
+) -> tuple[Any, Any]:
+    """(gauge, whether some row's errors move together) of a [T, D] result, `name` being its own last rounding."""
+    var = var + noise.partial_sums(xp.maximum(n, 1), value, squares) + noise.rounded(name, value)
+    together = xp.nan_to_num(coherent).sum(-1) > _COHERENT * xp.nan_to_num(var).sum(-1)
+    return xp.sqrt(xp.where(n > 0, var, 0.0)), together.any()
+
+
+def row_dof(problem: Problem, layer: bool, together: bool) -> int:
+    """Independent errors in a row of y or dx: both pass through F hidden units, and a router's errors through K weights."""
+    dof = min(problem.D, problem.F)
+    if layer and problem.experts.shared_F:
+        dof = min(dof, problem.experts.shared_F)
+    return min(dof, problem.K) if together else dof
 
 
 class Gradients:
@@ -81,12 +94,11 @@ class Gradients:
     def judged(self, counts: np.ndarray, tokens: int | None = None) -> dict[str, Judged]:
         """All tensors by name; `tokens` is the number of real ones in a layer, None for the routed experts alone."""
         problem, noise, layer = self.problem, self.noise, tokens is not None
-        dof = min(problem.D, problem.F, problem.experts.shared_F or problem.F) if layer else min(problem.D, problem.F)
         kinks = self.kinks + self.kinks_shared
-        out = {"y": self.y.judged(noise, "y", dof, problem.K)}
+        out = {"y": self.y.judged(noise, "y", problem, layer)}
         if not self.backward:
             return out
-        out["x"] = self.x.judged(noise, "dx", dof, problem.K, kinks)
+        out["x"] = self.x.judged(noise, "dx", problem, layer, kinks)
         if not layer:
             out["topk_weights"] = Judged(self.dweight, np.sqrt(self.var_dweight))
         for name, (value, var, squares) in self.sums.items():
@@ -150,18 +162,7 @@ def judge_losses(problem: Problem, scored: dict[int, Any], counts: Any, sizes: A
     out, n = {}, len(scored)
     for name, cotangents in (("balance", (1.0, 0.0, 0.0)), ("sequence", (0.0, 1.0, 0.0)), ("z", (0.0, 0.0, 1.0))):
         dprobs, dz = loss_slopes(problem, counts, sizes, segment, cotangents)
-        value, var = 0.0, 0.0
-        for t, s in scored.items():
-            if name == "z":
-                slope, _ = router.z_backward(np, s, dz)
-                term = dz * s.logsumexp**2
-                own = s.relative.max() * (2 * dz * s.logsumexp) ** 2
-            else:
-                slope, _ = router.balance_backward(np, problem, s, dprobs[t])
-                terms = dprobs[t] * router.probabilities(problem, s)
-                term, own = terms.sum(), (s.relative * terms**2).sum()
-            value += term
-            var += (slope**2 * s.var).sum() + own
-        total = (n + problem.E + 2) / 3 + 8
-        out[name] = Judged(np.asarray(value), np.sqrt(np.asarray(var + SUMMATION**2 * total * value**2)))
+        terms = [router.loss_terms(np, problem, s, name, dprobs[t], dz) for t, s in scored.items()]
+        value, var = router.loss_total(problem, sum(v for v, _ in terms), sum(v for _, v in terms), n)
+        out[name] = Judged(np.asarray(value, np.float64), np.sqrt(np.asarray(var, np.float64)))
     return out
