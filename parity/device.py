@@ -138,13 +138,16 @@ def _installed(names: tuple[str, ...]) -> str | None:
 
 
 def _loaded_library(stem: str) -> ctypes.CDLL | None:
-    """The library already mapped into this process; loading another copy would report the wrong one."""
+    """The library already mapped into this process; loading another copy would report the wrong one.
+
+    Asked for by name, not by path: where two copies are mapped, that gives the one that other libraries get.
+    """
     try:
         with open("/proc/self/maps", encoding="utf-8") as lines:
-            for line in lines:
-                path = line.rstrip("\n").partition("/")
-                if path[1] and re.match(rf"{stem}\.so", os.path.basename(path[2])):
-                    return ctypes.CDLL("/" + path[2])
+            mapped = {os.path.basename(line.rstrip("\n")) for line in lines}
+        for name in sorted(mapped):
+            if re.match(rf"{stem}\.so", name):
+                return ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
     except OSError:
         return None
     return None

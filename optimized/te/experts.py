@@ -43,38 +43,38 @@ def _experts(problem: Problem, kernels: tuple, x: Array, weights: Array, topk_id
 def _forward(problem: Problem, kernels: tuple, x: Array, weights: Array, topk_idx: Array) -> tuple[Array, Any]:
     wi, wo, wi_bias, wo_bias = kernels
     late = problem.experts.weight_placement == "late"
-    found = move.plan(topk_idx, problem.E, problem.routed_rows)
-    rows = move.gather_rows(x, found.slot_of_row // problem.K)
+    found = move.plan(topk_idx, problem.E)
+    rows, weight = move.spread(x, found.row_of_slot, problem.routed_rows, None if late else weights)
     pre = product(rows, wi, found.group_sizes)
-    weight = None if late else _of_row(weights, found)
-    h = hidden(problem.experts, pre, weight, _row_bias(wi_bias, topk_idx, found))
-    out = product(h, wo, found.group_sizes)
+    expert = None if wi_bias is None else _expert_of_row(problem, topk_idx, found)
+    out = product(hidden(problem.experts, pre, weight, wi_bias, expert), wo, found.group_sizes)
     bias = None if wo_bias is None else _weighted_bias(weights, topk_idx, wo_bias)
     y = move.sum_rows(out, found.row_of_slot, weights if late else None, bias=bias)
-    return y, (kernels, x, weights, topk_idx, found, pre)
+    return y, (kernels, x, weights, topk_idx, found, pre, expert)
 
 
 def _backward(problem: Problem, saved: Any, dy: Array) -> tuple:
-    kernels, x, weights, topk_idx, found, pre = saved
+    kernels, x, weights, topk_idx, found, pre, expert = saved
     wi, wo, wi_bias, wo_bias = kernels
-    sizes, token = found.group_sizes, found.slot_of_row // problem.K
-    d = move.gather_rows(dy, token)
+    sizes, P = found.group_sizes, problem.routed_rows
+    d, weight = move.spread(dy, found.row_of_slot, P, weights)
+    assert weight is not None
     g = transposed_product(d, wo, sizes)
-    bias = _row_bias(wi_bias, topk_idx, found)
-    h, d_pre, dot = hidden_gradient(problem.experts, pre, g, _of_row(weights, found), bias)
+    h, d_pre, dot = hidden_gradient(problem.experts, pre, g, weight, wi_bias, expert)
     d_wo = kernel_gradient(h, d, sizes)
-    d_wi = kernel_gradient(move.gather_rows(x, token), d_pre, sizes)
+    # Spread again rather than kept: K times x's size would live from forward to backward.
+    d_wi = kernel_gradient(move.spread(x, found.row_of_slot, P)[0], d_pre, sizes)
     dx = move.sum_rows(transposed_product(d_pre, wi, sizes), found.row_of_slot)
     d_weights = move.of_slot(dot, found.row_of_slot)
 
     d_wi_bias = d_wo_bias = None
     if wi_bias is not None:
         # A column of ones as the left operand: sums each expert's rows, and only those. Eight, for alignment.
-        ones = jnp.ones((d_pre.shape[0], 8), d_pre.dtype)
-        d_wi_bias = kernel_gradient(ones, d_pre, sizes)[:, 0, :]
+        d_wi_bias = kernel_gradient(jnp.ones((P, 8), d_pre.dtype), d_pre, sizes)[:, 0, :]
     if wo_bias is not None:
-        of_expert = move.dense(weights, topk_idx, problem.E)
-        d_wo_bias = move.exact_product("te,td->ed", of_expert, dy).astype(wo_bias.dtype)
+        of_expert = move.pieces(move.dense(weights, topk_idx, problem.E), axis=1)
+        sums = jnp.einsum("tf,td->fd", of_expert, dy, preferred_element_type=jnp.float32)
+        d_wo_bias = sums.reshape(move.PIECES, *wo_bias.shape).sum(axis=0).astype(wo_bias.dtype)
         along = jnp.einsum("td,ed->te", dy, wo_bias, preferred_element_type=jnp.float32)
         d_weights = d_weights + jnp.where(topk_idx >= 0, move.take(along, jnp.maximum(topk_idx, 0)), 0.0)
     return (d_wi, d_wo, d_wi_bias, d_wo_bias), dx, d_weights, None
@@ -83,16 +83,12 @@ def _backward(problem: Problem, saved: Any, dy: Array) -> tuple:
 _experts.defvjp(_forward, _backward)
 
 
-def _of_row(weights: Array, found: move.Plan) -> Array:
-    return weights.reshape(-1).at[found.slot_of_row].get(mode="promise_in_bounds")
-
-
-def _row_bias(bias: Array | None, topk_idx: Array, found: move.Plan) -> Array | None:
-    if bias is None:
-        return None
-    return bias[jnp.maximum(topk_idx.reshape(-1)[found.slot_of_row], 0)]
+def _expert_of_row(problem: Problem, topk_idx: Array, found: move.Plan) -> Array:
+    slot = move.invert(found.row_of_slot, problem.routed_rows)
+    return jnp.maximum(topk_idx.reshape(-1).at[slot].get(mode="promise_in_bounds"), 0)
 
 
 def _weighted_bias(weights: Array, topk_idx: Array, bias: Array) -> Array:
     """sum_k w_tk * bias[topk_idx_tk], float32: [T, D]."""
-    return move.exact_product("te,ed->td", move.dense(weights, topk_idx, bias.shape[0]), bias)
+    of_expert = move.pieces(move.dense(weights, topk_idx, bias.shape[0]), axis=1)
+    return jnp.einsum("tf,fd->td", of_expert, jnp.tile(bias, (move.PIECES, 1)), preferred_element_type=jnp.float32)

@@ -6,21 +6,25 @@ that nothing else is kept, and yields at once everything that later products nee
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from ...parity.problem import Experts
+from . import kernels
 
 
 def hidden(
     experts: Experts,
     pre: Float[Array, "P I"],
     weight: Float[Array, " P"] | None = None,
-    bias: Float[Array, "P I"] | None = None,
+    bias: Float[Array, "E I"] | None = None,
+    expert: Int[Array, " P"] | None = None,
 ) -> Float[Array, "P F"]:
-    """h = act(gate) * up, or act(pre), of pre + bias; times the row's weight if there is one. In pre's dtype."""
-    h = _act(experts, *_parts(experts, pre, bias))
+    """h = act(gate) * up, or act(pre), of pre + bias[expert]; times the row's weight if there is one. In pre's dtype."""
+    h = act(experts, *_parts(experts, pre, bias, expert))
     return (h if weight is None else h * weight[:, None]).astype(pre.dtype)
 
 
@@ -29,34 +33,40 @@ def hidden_gradient(
     pre: Float[Array, "P I"],
     d: Float[Array, "P F"],
     weight: Float[Array, " P"],
-    bias: Float[Array, "P I"] | None = None,
+    bias: Float[Array, "E I"] | None = None,
+    expert: Int[Array, " P"] | None = None,
 ) -> tuple[Float[Array, "P F"], Float[Array, "P I"], Float[Array, " P"]]:
     """(w * h, gradient of pre, gradient of w) of w * h, where d is the cotangent of w * h.
 
     The weight multiplies here, F wide, instead of the rows of dy, D wide: dy @ wo.T needs no weight, and
     wo's gradient is (w * h).T @ dy.
     """
-    h, pull = jax.vjp(lambda *parts: _act(experts, *parts), *_parts(experts, pre, bias))
+    # Pallas's Triton backend has no erfc, and 1 + erf would lose the left tail.
+    if kernels.usable() and experts.activation != "gelu_erf":
+        return kernels.hidden_gradient(partial(act, experts), 2 if experts.gated else 1, pre, d, weight, bias, expert)
+    h, pull = jax.vjp(partial(act, experts), *_parts(experts, pre, bias, expert))
     d = d.astype(jnp.float32)
     w = weight[:, None]
     d_pre = jnp.concatenate([part.astype(pre.dtype) for part in pull(w * d)], axis=1)
     return (w * h).astype(pre.dtype), d_pre, jnp.sum(d * h, axis=1)
 
 
-def _parts(experts: Experts, pre: Array, bias: Array | None) -> tuple[Array, ...]:
-    z = pre.astype(jnp.float32)
-    if bias is not None:
-        z = z + bias.astype(jnp.float32)
-    return (z[:, : z.shape[1] // 2], z[:, z.shape[1] // 2 :]) if experts.gated else (z,)
-
-
-def _act(experts: Experts, gate: Array, up: Array | None = None) -> Array:
+def act(experts: Experts, gate: Array, up: Array | None = None) -> Array:
+    """act(gate) * up, or act(gate) alone when there is no up; float32 in and out."""
     if up is None:
         return _ACTIVATIONS[experts.activation](gate)
     if (clamp := experts.clamp) is not None:
         gate, up = jnp.minimum(gate, clamp.limit), jnp.clip(up, -clamp.limit, clamp.limit)
         return gate * jax.nn.sigmoid(clamp.alpha * gate) * (up + clamp.offset)
     return _ACTIVATIONS[experts.activation](gate) * up
+
+
+def _parts(experts: Experts, pre: Array, bias: Array | None, expert: Array | None) -> tuple[Array, ...]:
+    z = pre.astype(jnp.float32)
+    if bias is not None:
+        assert expert is not None
+        z = z + bias.astype(jnp.float32)[expert]
+    return (z[:, : z.shape[1] // 2], z[:, z.shape[1] // 2 :]) if experts.gated else (z,)
 
 
 _ACTIVATIONS = {

@@ -28,7 +28,7 @@ def layer(
     """
     if mask is not None:
         x = jnp.where(mask[:, None], x, 0)
-    z = logits(problem, params, x)
+    x, z = logits(problem, params, x)
     routing = choose(problem, params, z)
     if mask is not None:
         keep = mask[:, None]

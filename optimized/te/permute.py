@@ -18,11 +18,12 @@ def permute(
     """Sorts the routed rows by expert; inside an expert tokens keep their order.
 
     rows[row_of_slot[t, k]] = x[t], where expert e's rows start at the sum of the earlier counts, each rounded up to a
-    multiple of `align`. Returns (rows, group_sizes, row_of_slot). Rows that hold no token repeat token 0, and are
-    undefined by contract. x's gradient sums a token's rows in float32 and rounds once.
+    multiple of `align`. Returns (rows, group_sizes, row_of_slot). Rows that hold no token are undefined. x's gradient
+    sums a token's rows in float32 and rounds once.
     """
-    found = move.plan(routing.topk_idx, problem.E, problem.padded_rows(align), align=align)
-    return _dispatch(x, found.slot_of_row // problem.K, found.row_of_slot), found.group_sizes, found.row_of_slot
+    found = move.plan(routing.topk_idx, problem.E, align=align)
+    rows = _spread(problem.padded_rows(align), x, found.row_of_slot)
+    return rows, found.group_sizes, found.row_of_slot
 
 
 def unpermute(
@@ -34,48 +35,46 @@ def unpermute(
     in float32 and rounds once to the rows' dtype.
     """
     late = problem.experts.weight_placement == "late"
-    return _combine(late, rows, routing.topk_weights, row_of_slot)
-
-
-@jax.custom_vjp
-def _dispatch(x: Array, token_of_row: Array, row_of_slot: Array) -> Array:
-    return move.gather_rows(x, token_of_row)
-
-
-def _dispatch_forward(x: Array, token_of_row: Array, row_of_slot: Array) -> tuple[Array, Array]:
-    return move.gather_rows(x, token_of_row), row_of_slot
-
-
-def _dispatch_backward(row_of_slot: Array, d: Array) -> tuple[Array, None, None]:
-    return move.sum_rows(d, row_of_slot), None, None
-
-
-_dispatch.defvjp(_dispatch_forward, _dispatch_backward)
+    return _sum(late, rows, routing.topk_weights, row_of_slot)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _combine(late: bool, rows: Array, weights: Array, row_of_slot: Array) -> Array:
+def _spread(rows: int, x: Array, row_of_slot: Array) -> Array:
+    return move.spread(x, row_of_slot, rows)[0]
+
+
+def _spread_forward(rows: int, x: Array, row_of_slot: Array) -> tuple[Array, Array]:
+    return _spread(rows, x, row_of_slot), row_of_slot
+
+
+def _spread_backward(_: int, row_of_slot: Array, d: Array) -> tuple[Array, None]:
+    return move.sum_rows(d, row_of_slot), None
+
+
+_spread.defvjp(_spread_forward, _spread_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _sum(late: bool, rows: Array, weights: Array, row_of_slot: Array) -> Array:
     return move.sum_rows(rows, row_of_slot, weights if late else None)
 
 
-def _combine_forward(late: bool, rows: Array, weights: Array, row_of_slot: Array) -> tuple[Array, tuple]:
-    return _combine(late, rows, weights, row_of_slot), (rows, weights, row_of_slot)
+def _sum_forward(late: bool, rows: Array, weights: Array, row_of_slot: Array) -> tuple[Array, tuple]:
+    return _sum(late, rows, weights, row_of_slot), (rows, weights, row_of_slot)
 
 
-def _combine_backward(late: bool, saved: tuple, dy: Array) -> tuple[Array, Array, None]:
+def _sum_backward(late: bool, saved: tuple, dy: Array) -> tuple[Array, Array, None]:
     rows, weights, row_of_slot = saved
-    K = weights.shape[1]
-    slot = move.invert(row_of_slot, rows.shape[0])
-    held = (
-        jnp.zeros(rows.shape[0], bool).at[jnp.where(row_of_slot < 0, rows.shape[0], row_of_slot)].set(True, mode="drop")
-    )
-    d = move.gather_rows(dy, slot // K).astype(jnp.float32)
+    P = rows.shape[0]
+    slot = move.invert(row_of_slot, P)
+    held = row_of_slot.reshape(-1).at[slot].get(mode="promise_in_bounds") == jnp.arange(P, dtype=jnp.int32)
+    d = dy.at[slot // weights.shape[1]].get(mode="promise_in_bounds").astype(jnp.float32)
+    scale = weights.reshape(-1)[slot] if late else jnp.ones(P, jnp.float32)
+    d_rows = jnp.where(held[:, None], d * scale[:, None], 0.0).astype(rows.dtype)
     if not late:
-        return jnp.where(held[:, None], d, 0.0).astype(rows.dtype), jnp.zeros_like(weights), None
-    w = weights.reshape(-1)[slot]
-    dot = jnp.sum(jnp.where(held[:, None], d * rows.astype(jnp.float32), 0.0), axis=1)
-    d_rows = jnp.where(held[:, None], d * w[:, None], 0.0).astype(rows.dtype)
+        return d_rows, jnp.zeros_like(weights), None
+    dot = jnp.where(held[:, None], d * rows.astype(jnp.float32), 0.0).sum(axis=1)
     return d_rows, move.of_slot(dot, row_of_slot), None
 
 
-_combine.defvjp(_combine_forward, _combine_backward)
+_sum.defvjp(_sum_forward, _sum_backward)

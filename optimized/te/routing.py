@@ -33,20 +33,20 @@ def route(problem: Problem, params: Params, x: Float[Array, "T D"]) -> Routing:
     ids in range; its weights are NaN. All in float32; expert_bias has gradient 0. Raises Unsupported for groups that TE
     does not rank as the contract does.
     """
-    return choose(problem, params, logits(problem, params, x))
+    return choose(problem, params, logits(problem, params, x)[1])
 
 
-def logits(problem: Problem, params: Params, x: Float[Array, "T D"]) -> Float[Array, "T E"]:
-    """x @ gate_kernel + gate_bias in float32, on tensor cores: products of two bfloat16 numbers are exact in float32.
+def logits(problem: Problem, params: Params, x: Float[Array, "T D"]) -> tuple[Float[Array, "T D"], Float[Array, "T E"]]:
+    """(x, x @ gate_kernel + gate_bias) in float32, on tensor cores: products of two bfloat16 numbers are exact in float32.
 
     So widening the operands first would change no product. activation: rounded once to x's dtype, bias included.
     """
-    z = _gate(x, params.gate_kernel)
+    x, z = gated(x, params.gate_kernel)
     if params.gate_bias is not None:
         z = z + params.gate_bias.astype(jnp.float32)
     if problem.router.logits_dtype == "activation":
         z = jax.lax.reduce_precision(z, exponent_bits=8, mantissa_bits=7)
-    return z
+    return x, z
 
 
 def choose(problem: Problem, params: Params, z: Float[Array, "T E"]) -> Routing:
@@ -96,21 +96,27 @@ def _fused(
 
 
 @jax.custom_vjp
-def _gate(x: Array, gate_kernel: Array) -> Array:
-    return jnp.matmul(x, gate_kernel, preferred_element_type=jnp.float32)
+def gated(x: Float[Array, "T D"], gate_kernel: Float[Array, "D E"]) -> tuple[Array, Array]:
+    """(x, x @ gate_kernel): x comes out as well, so that its two gradients meet in one product's epilogue."""
+    return x, jnp.matmul(x, gate_kernel, preferred_element_type=jnp.float32)
 
 
-def _gate_forward(x: Array, gate_kernel: Array) -> tuple[Array, tuple[Array, Array]]:
-    return _gate(x, gate_kernel), (x, gate_kernel)
+def _gated_forward(x: Array, gate_kernel: Array) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    return gated(x, gate_kernel), (x, gate_kernel)
 
 
-def _gate_backward(saved: tuple[Array, Array], d: Array) -> tuple[Array, Array]:
+def _gated_backward(saved: tuple[Array, Array], d: tuple[Array, Array]) -> tuple[Array, Array]:
     x, gate_kernel = saved
-    dx = move.exact_product("te,de->td", d, gate_kernel)
-    return dx.astype(x.dtype), move.exact_product("te,td->de", d, x).astype(gate_kernel.dtype)
+    dx, dz = d
+    parts = move.pieces(dz, axis=1)
+    kernel = jnp.tile(gate_kernel, (1, move.PIECES))
+    through = jnp.einsum("tf,df->td", parts, kernel, preferred_element_type=jnp.float32)
+    d_kernel = jnp.einsum("td,tf->df", x, parts, preferred_element_type=jnp.float32)
+    d_kernel = d_kernel.reshape(*gate_kernel.shape[:1], move.PIECES, -1).sum(axis=1)
+    return (dx.astype(jnp.float32) + through).astype(x.dtype), d_kernel.astype(gate_kernel.dtype)
 
 
-_gate.defvjp(_gate_forward, _gate_backward)
+gated.defvjp(_gated_forward, _gated_backward)
 
 
 def _sqrtsoftplus(z: Array) -> Array:

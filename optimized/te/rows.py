@@ -1,8 +1,8 @@
-"""Where each routed row lies, found by counting, and the two ways of moving rows: gather them, or sum a token's own.
+"""Where each routed row lies, found by counting, and the two ways of moving rows: spread tokens, or sum a token's own.
 
 No sort: expert e's rows start where the earlier experts' end, and a token's row inside e is the number of earlier tokens
-that chose e. Those counts are products with a triangle of ones, exact on tensor cores, two levels deep. No scatter of
-rows either: the backward of a gather by row is a gather by slot, and the reverse.
+that chose e. Those counts are products with a triangle of ones, exact on tensor cores, two levels deep. The two moves
+are each other's backward, so no gradient is ever scattered with atomics.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from . import kernels
+
 BLOCK = 128
 """Tokens counted by one triangle: a bfloat16 holds every integer up to 256."""
 UNROLLED = 16
-"""Most slots whose gathers are written out one by one."""
+"""Most slots per token that one kernel writes out one by one."""
 
 
 class Plan(NamedTuple):
@@ -26,14 +28,12 @@ class Plan(NamedTuple):
     """Real rows of each expert."""
     row_of_slot: Int[Array, "T K"]
     """-1 where the slot names no expert."""
-    slot_of_row: Int[Array, " P"]
-    """t*K + k; 0 where the row holds no token."""
 
 
-def plan(topk_idx: Int[Array, "T K"], experts: int, rows: int, *, align: int = 1) -> Plan:
+def plan(topk_idx: Int[Array, "T K"], experts: int, *, align: int = 1) -> Plan:
     """Finds the row of every slot: start of its expert + number of earlier tokens that chose it.
 
-    Each expert's start is a multiple of `align`; `rows` is the static number of rows P. A token's ids are distinct.
+    Each expert's start is a multiple of `align`. A token's ids are distinct.
     """
     T = topk_idx.shape[0]
     blocks = -(-T // BLOCK)
@@ -49,12 +49,11 @@ def plan(topk_idx: Int[Array, "T K"], experts: int, rows: int, *, align: int = 1
     start = jnp.cumsum(room, dtype=jnp.int32) - room
     row = (inside + before[:, None, :]).astype(jnp.int32) + start
     row = jnp.take_along_axis(row.reshape(blocks * BLOCK, experts)[:T], jnp.maximum(topk_idx, 0), axis=1)
-    row_of_slot = jnp.where(topk_idx >= 0, row, -1)
-    return Plan(group_sizes, row_of_slot, invert(row_of_slot, rows))
+    return Plan(group_sizes, jnp.where(topk_idx >= 0, row, -1))
 
 
 def invert(row_of_slot: Int[Array, "T K"], rows: int) -> Int[Array, " P"]:
-    """slot_of_row: the slot whose row this is, 0 where there is none."""
+    """slot_of_row: the slot t*K + k whose row this is, 0 where there is none."""
     at = row_of_slot.reshape(-1)
     slots = jnp.arange(at.shape[0], dtype=jnp.int32)
     # An index beyond the end is dropped; -1 would count from the end.
@@ -62,9 +61,18 @@ def invert(row_of_slot: Int[Array, "T K"], rows: int) -> Int[Array, " P"]:
     return jnp.zeros(rows, jnp.int32).at[at].set(slots, mode="drop", unique_indices=True)
 
 
-def gather_rows(x: Float[Array, "T D"], token_of_row: Int[Array, " P"]) -> Float[Array, "P D"]:
-    """rows[i] = x[token_of_row[i]]; every index is in range."""
-    return x.at[token_of_row].get(mode="promise_in_bounds")
+def spread(
+    x: Float[Array, "T D"],
+    row_of_slot: Int[Array, "T K"],
+    rows: int,
+    weights: Float[Array, "T K"] | None = None,
+) -> tuple[Float[Array, "P D"], Float[Array, " P"] | None]:
+    """(rows[row_of_slot[t, k]] = x[t], the weights in the same order); what no slot names is undefined."""
+    if kernels.usable() and row_of_slot.shape[1] <= UNROLLED:
+        return kernels.spread(x, row_of_slot, rows, weights)
+    slot = invert(row_of_slot, rows)
+    found = x.at[slot // row_of_slot.shape[1]].get(mode="promise_in_bounds")
+    return found, None if weights is None else weights.reshape(-1).at[slot].get(mode="promise_in_bounds")
 
 
 def sum_rows(
@@ -78,21 +86,14 @@ def sum_rows(
 
     A slot without a row adds exactly 0 whatever the row or weight would hold: it is selected away, since 0 * NaN is NaN.
     """
-    total = jnp.zeros((row_of_slot.shape[0], rows.shape[1]), jnp.float32) if bias is None else bias
-    if row_of_slot.shape[1] > UNROLLED:
-        terms = _term(rows, row_of_slot.reshape(-1), None if weights is None else weights.reshape(-1))
-        return (total + terms.reshape(*row_of_slot.shape, -1).sum(axis=1)).astype(rows.dtype)
-    # One gather per slot: the compiler fuses them into one pass that writes nothing but y.
-    for k in range(row_of_slot.shape[1]):
-        total = total + _term(rows, row_of_slot[:, k], None if weights is None else weights[:, k])
-    return total.astype(rows.dtype)
-
-
-def _term(rows: Array, at: Array, weight: Array | None) -> Array:
-    term = rows.at[jnp.maximum(at, 0)].get(mode="promise_in_bounds").astype(jnp.float32)
-    if weight is not None:
-        term = term * weight[:, None]
-    return jnp.where(at[:, None] >= 0, term, 0.0)
+    if kernels.usable() and row_of_slot.shape[1] <= UNROLLED:
+        return kernels.sum_rows(rows, row_of_slot, weights, bias=bias)
+    at = row_of_slot[:, :, None]
+    terms = rows.at[jnp.maximum(row_of_slot, 0)].get(mode="promise_in_bounds").astype(jnp.float32)
+    if weights is not None:
+        terms = terms * weights[:, :, None]
+    total = jnp.where(at >= 0, terms, 0.0).sum(axis=1)
+    return (total if bias is None else bias + total).astype(rows.dtype)
 
 
 def of_slot(values: Float[Array, " P"], row_of_slot: Int[Array, "T K"]) -> Float[Array, "T K"]:
@@ -133,17 +134,22 @@ def chosen_ids(chosen: Bool[Array, "T E"], K: int) -> Int[Array, "T K"]:
     return jnp.where(at, jnp.arange(E, dtype=jnp.int32), 0).sum(axis=2)
 
 
-def exact_product(equation: str, a: Float[Array, "..."], b: Float[Array, "..."]) -> Array:
-    """A float32 operand times a bfloat16 one to float32's accuracy on tensor cores: three bfloat16 pieces hold 24 bits."""
-    total = None
-    for _ in range(3):
+def pieces(a: Float[Array, "..."], axis: int) -> Array:
+    """Three bfloat16 arrays, one after the other along `axis`, whose sum is `a` to float32's 24 bits.
+
+    A product of a float32 operand with a bfloat16 one then runs on tensor cores at full accuracy.
+    """
+    found = []
+    for _ in range(PIECES):
         # Not a pair of casts: compilers may cancel those, and the remainder would be 0.
         piece = jax.lax.reduce_precision(a, exponent_bits=8, mantissa_bits=7)
+        found.append(piece.astype(jnp.bfloat16))
         a = a - piece
-        part = jnp.einsum(equation, piece.astype(jnp.bfloat16), b, preferred_element_type=jnp.float32)
-        total = part if total is None else total + part
-    assert total is not None
-    return total
+    return jnp.concatenate(found, axis=axis)
+
+
+PIECES = 3
+"""bfloat16 significands of 8 bits in a float32's 24."""
 
 
 def _earlier(n: int) -> Array:
