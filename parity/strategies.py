@@ -50,7 +50,8 @@ def quiet_settings(*, max_examples: int = 20, shrink: bool = True) -> hypothesis
 def no_folder() -> Iterator[None]:
     """Inside, Hypothesis writes to a folder that is removed at the end: without a database it still caches constants."""
     found = hypothesis.configuration.storage_directory(intent_to_write=False)
-    before = Path(getattr(found, "home_directory", found))  # older releases give the path itself
+    home = getattr(found, "home_directory", None)
+    before = Path(str(found)) if home is None else home  # older releases give the path itself
     with tempfile.TemporaryDirectory() as folder:
         hypothesis.configuration.set_hypothesis_home_dir(folder)
         try:
