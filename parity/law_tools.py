@@ -1,0 +1,161 @@
+"""What laws share: the oracle's view of a case, comparison by bits or by gauge, and inputs with a known answer."""
+
+from __future__ import annotations
+
+import importlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from types import ModuleType
+
+import jax.numpy as jnp
+import numpy as np
+
+from .compare import Finding, judge, same_bits
+from .draws import NUMPY_DTYPES
+from .inputs import Case
+from .interface import Judged
+from .judge import dtype_of
+from .judge import route_findings as judged_routes
+from .margins import margin_inputs
+from .problem import InvalidInput, Problem, Routing
+
+ORACLES = ("oracle", "oracle_device")
+_ORACLE = ["oracle"]
+_VIEWS: OrderedDict[tuple[str, int], tuple[Case, dict[str, Judged]]] = OrderedDict()
+_KEPT_VIEWS = 64
+
+
+def use_oracle(name: str) -> None:
+    """Makes `name` the judge of every gauge law: oracle (NumPy, small cases) or oracle_device (any width)."""
+    if name not in ORACLES:
+        raise InvalidInput(f"oracle is {name!r}; accepted: {', '.join(ORACLES)}")
+    _ORACLE[0] = name
+    _VIEWS.clear()
+
+
+def oracle_view(case: Case) -> dict[str, Judged]:
+    """The oracle's y and gradients of `experts` on a case; kept for the case object."""
+    key = (_ORACLE[0], id(case))
+    if key not in _VIEWS:
+        module = importlib.import_module(f"dropless.reference.{_ORACLE[0]}")
+        view = module.judge_experts(case.problem, case.params, case.x, case.routing, case.cotangent)
+        _VIEWS[key] = (case, view)  # the case is kept alive, or its id could be given to another
+        while len(_VIEWS) > _KEPT_VIEWS:
+            _VIEWS.popitem(last=False)
+    return _VIEWS[key][1]
+
+
+def forget_views() -> None:
+    """Drops every kept view of the oracle."""
+    _VIEWS.clear()
+
+
+def layer_oracle() -> ModuleType:
+    """The module that judges layers and routes at present."""
+    return importlib.import_module(f"dropless.reference.{_ORACLE[0]}")
+
+
+def route_findings(case: Case, routing: Routing, *, weights: bool = True) -> list[Finding]:
+    """A routing against the oracle: admissible sets of distinct experts, then the weights of those sets by gauge."""
+    return judged_routes(case, routing, oracle=_ORACLE[0], weights=weights)
+
+
+def live_case(case: Case) -> Case | None:
+    """The case with x and a gate that choose its own routing beyond doubt; None when the shape leaves no such inputs."""
+    ids = _filled(case)
+    try:
+        made = margin_inputs(case.problem, ids, case.seed, params=case.params)
+    except InvalidInput:  # too few columns for so many experts: the law has nothing to say here
+        return None
+    live = with_routing(case, ids, np.asarray(case.routing.topk_weights))
+    return live.replace(x=jnp.asarray(made.x), params=made.params(case.params))
+
+
+def _filled(case: Case) -> np.ndarray:
+    """The case's ids with every slot filled and every token inside group_topk groups."""
+    p, r = case.problem, case.problem.router
+    size = p.E // r.groups
+    filled = np.empty((p.T, p.K), np.int32)
+    for token, row in enumerate(real_rows(case)):
+        kept: list[int] = []
+        groups: list[int] = []
+        start = int(row.max(initial=0))
+        for expert in [*row.tolist(), *((start + i) % p.E for i in range(p.E))]:
+            if len(kept) == p.K:
+                break
+            if expert < 0 or expert in kept:
+                continue
+            if expert // size not in groups:
+                if len(groups) == r.group_topk:
+                    continue
+                groups.append(expert // size)
+            kept.append(expert)
+        filled[token] = kept
+    return filled
+
+
+def by_oracle(case: Case, got: Mapping[str, np.ndarray], names: Iterable[str]) -> list[Finding]:
+    """Each named tensor against the oracle, by gauge; a tensor that was not computed gives no finding."""
+    view = oracle_view(case)
+    return [judge(n, got[n], view[n], dtype=dtype_of(case.problem, n)) for n in names if n in got and n in view]
+
+
+def by_gauge(
+    problem: Problem, views: Mapping[str, Judged], got: Mapping[str, np.ndarray], want: Mapping[str, np.ndarray]
+) -> list[Finding]:
+    """Two results of one implementation: apart by no more than two honest roundings in quadrature."""
+    findings = []
+    for name in want:
+        if name in got and name in views:
+            gauge = np.sqrt(2.0) * views[name].gauge
+            view = views[name]._replace(value=np.asarray(want[name]).astype(np.float64), gauge=gauge)
+            findings.append(judge(name, got[name], view, dtype=dtype_of(problem, name)))
+    return findings
+
+
+def moved(views: Mapping[str, Judged], change: Callable[[str, np.ndarray], np.ndarray]) -> dict[str, Judged]:
+    """The same gauges elsewhere: `change(name, gauge)` gives each tensor's."""
+    return {name: view._replace(gauge=change(name, view.gauge)) for name, view in views.items()}
+
+
+def by_bits(
+    got: Mapping[str, np.ndarray], want: Mapping[str, np.ndarray], names: Iterable[str] | None = None
+) -> list[Finding]:
+    """Two results, bit for bit."""
+    return [same_bits(n, got[n], want[n]) for n in (want if names is None else names) if n in got and n in want]
+
+
+def expect(tensor: str, holds: bool, message: str, **more: object) -> Finding:
+    """A yes-or-no fact as a finding."""
+    return Finding(tensor=tensor, check="values", ok=bool(holds), message="" if holds else message, **more)  # type: ignore[arg-type]
+
+
+def real_rows(case: Case) -> np.ndarray:
+    """The ids as NumPy, -1 where there is no expert."""
+    return np.asarray(case.routing.topk_idx)
+
+
+def idle_experts(case: Case) -> np.ndarray:
+    """The experts that no slot names."""
+    return np.setdiff1d(np.arange(case.problem.E), real_rows(case))
+
+
+def with_routing(case: Case, topk_idx: np.ndarray, topk_weights: np.ndarray) -> Case:
+    """The case at another routing."""
+    routing = Routing(jnp.asarray(topk_idx, jnp.int32), jnp.asarray(topk_weights, jnp.float32))
+    return case.replace(routing=routing)
+
+
+def storage(problem: Problem, values: np.ndarray) -> jnp.ndarray:
+    """Values in the problem's storage dtype; raises when they do not fit exactly, since a payload must."""
+    stored = np.asarray(values).astype(NUMPY_DTYPES[problem.dtype])
+    if not np.array_equal(stored.astype(np.float64), np.asarray(values, np.float64)):
+        raise AssertionError(f"a payload is not exact in {problem.dtype}")
+    return jnp.asarray(stored)
+
+
+def dyadic_weights(topk_idx: np.ndarray, levels: int = 4) -> np.ndarray:
+    """Weights 1/2, 1/4, ... that differ between neighbouring slots and sum exactly in any dtype here; 0 for no expert."""
+    T, K = topk_idx.shape
+    exponents = 1 + (np.arange(K)[None] + np.arange(T)[:, None]) % levels
+    return np.where(topk_idx < 0, 0.0, 2.0**-exponents).astype(np.float32)

@@ -1,0 +1,112 @@
+"""How much a suite does: which shapes, how many routings, how long a single call may take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from .covering import covering_problems, tiny_problems
+from .interface import Implementation, always
+from .law import FEATURES
+from .presets import PRESETS
+from .problem import DTYPES, Clamp, InvalidInput, Problem
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A named amount of work."""
+
+    name: str
+    max_examples: int
+    """Drawn routings for each law and shape."""
+    timeout_s: float
+    """Longest silence of a worker: one case, compilation included."""
+    problems: Callable[[], tuple[Problem, ...]]
+    oracle: str = "oracle"
+    once: Callable[[], tuple[Problem, ...]] = tuple
+    """Problems that run the laws of value and gradients once, on one pattern."""
+
+
+LARGE = Problem(T=4096, K=2, E=8, D=33, F=8)
+"""For laws with a closed form: enough tokens that one lost row hides from any average."""
+
+PLAIN = (
+    Problem(T=24, K=2, E=8, D=33, F=96),
+    Problem(T=16, K=3, E=3, D=96, F=33, dtype="bfloat16"),
+)
+"""Gated SiLU without bias: what a bare function must compute."""
+
+
+def _quick() -> tuple[Problem, ...]:
+    return tiny_problems()[:3]
+
+
+def _gpu() -> tuple[Problem, ...]:
+    small = {"T": 128, "K": 2, "E": 8, "D": 256, "F": 128}
+    return Problem(**small, dtype="bfloat16"), Problem(**small, dtype="bfloat16").replace(
+        router_score="sigmoid", router_normalize=True
+    )
+
+
+def _presets() -> tuple[Problem, ...]:
+    return tuple(preset.problem(T=2048, dtype="bfloat16") for preset in PRESETS.values())
+
+
+PROFILES: Mapping[str, Profile] = {
+    p.name: p
+    for p in (
+        Profile("quick", 5, 120.0, _quick),
+        Profile("default", 20, 180.0, tiny_problems),
+        Profile("thorough", 30, 300.0, lambda: (*tiny_problems(), *covering_problems())),
+        Profile("gpu", 10, 300.0, _gpu, oracle="oracle_device", once=_presets),
+    )
+}
+"""quick: three shapes, under two minutes on two cores. default: five. thorough: the covering array too. gpu: two small
+shapes for all laws and every preset once at full width, judged by the oracle that runs on the device."""
+
+WIDER: Mapping[str, dict[str, object]] = {
+    "bias": {"experts_wi_bias": True, "experts_wo_bias": True},
+    "clamp": {"experts_clamp": Clamp()},
+    "ungated": {"experts_gated": False},
+    "gelu": {"experts_activation": "gelu_tanh"},
+    "gelu-erf": {"experts_activation": "gelu_erf"},
+    "relu2": {"experts_activation": "relu2"},
+    "early": {"experts_weight_placement": "early"},
+    "shared": {"experts_shared_F": 33},
+}
+"""What `--with` adds to a bare function's problems, as changes of a problem; the words of `FEATURES` come beside them."""
+
+
+def profile(name: str) -> Profile:
+    """The profile of that name; raises InvalidInput for another."""
+    if name not in PROFILES:
+        raise InvalidInput(f"profile is {name!r}; accepted: {', '.join(PROFILES)}")
+    return PROFILES[name]
+
+
+def is_bare(implementation: Implementation) -> bool:
+    """Whether this is a function alone, which says nothing about what it supports."""
+    return set(implementation.stages) <= {"experts", "experts_vjp"} and implementation.supports is always
+
+
+def plain_problems(dtypes: Iterable[str], wider: Iterable[str]) -> tuple[Problem, ...]:
+    """A bare function's problems: gated SiLU without bias in each dtype, then one for each word of `wider`."""
+    problems = []
+    for i, dtype in enumerate(dtypes):
+        if dtype not in DTYPES:
+            raise InvalidInput(f"dtype is {dtype!r}; accepted: {', '.join(DTYPES)}")
+        problems.append(PLAIN[i % len(PLAIN)].replace(dtype=dtype))
+    for i, word in enumerate(check_words(wider)):
+        if word in WIDER:
+            problems.append(PLAIN[0].replace(dtype=problems[i % len(problems)].dtype, **WIDER[word]))
+    return tuple(problems)
+
+
+def check_words(wider: Iterable[str]) -> tuple[str, ...]:
+    """The words of `--with`; raises InvalidInput for an unknown one."""
+    words = tuple(dict.fromkeys(wider))
+    accepted = (*WIDER, *FEATURES)
+    for word in words:
+        if word not in accepted:
+            raise InvalidInput(f"--with is {word!r}; accepted: {', '.join(accepted)}")
+    return words

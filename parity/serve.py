@@ -1,0 +1,39 @@
+"""The worker's side of `check`: loads one target and judges the laws that it is asked for, until its parent is gone."""
+
+from __future__ import annotations
+
+import sys
+from multiprocessing.connection import Connection
+
+from .interface import Unsupported
+from .job import NotCallable, load
+from .problem import InvalidInput
+from .worker import Ready
+
+
+def serve(pipe: Connection) -> None:
+    """Answers (ready | refused), then for each law's name any number of (case) and one (verdict)."""
+    job = pipe.recv()
+    try:
+        bench = load(job)
+    except (InvalidInput, NotCallable, Unsupported) as error:
+        pipe.send(("refused", error))
+        return
+    own = bench.implementation
+    stages = tuple(s for s in own.stages if s not in own.composed)
+    pipe.send(("ready", Ready(own.name, stages, tuple(bench.notes), bench.undecided())))
+    while True:
+        try:
+            asked = pipe.recv()
+        except EOFError:  # the parent is gone
+            return
+        if isinstance(asked, tuple):
+            bench.decide(asked[1])
+        elif asked == "probe":
+            pipe.send(("probed", bench.probe()))
+        else:
+            pipe.send(("verdict", bench.run(asked, lambda spec: pipe.send(("case", spec.literal())))))
+
+
+if __name__ == "__main__":
+    serve(Connection(int(sys.argv[1])))

@@ -1,0 +1,258 @@
+"""Runs one law on one implementation: draws routings, shrinks a failing one, and says what came out.
+
+Shapes are static and few; raggedness is drawn by Hypothesis as data, so a shape compiles once. Pinned routings, each a
+public fault's trigger, come first. A failure is run again from its text before it is reported: what does not fail twice
+is `not repeatable`. Settings are objects and no database is kept, so nothing is left in a user's project.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from . import law_tools, running
+from .compare import Finding
+from .interface import Implementation, Unsupported
+from .law import FEATURES, Law
+from .problem import InvalidInput, Problem
+from .running import WrongKind
+from .spec import CaseSpec
+
+Status = Literal["agree", "disagree", "not repeatable", "cannot run", "expected-different", "known", "alarm"]
+BAD = ("disagree", "not repeatable", "alarm")
+"""Statuses that make the exit code 1."""
+
+SHRINKS = 400
+"""Runs after the first failure; the smallest failing routing so far is then reported."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one law said about one implementation."""
+
+    law: str
+    stage: str
+    status: Status
+    reason: str = ""
+    """Why it did not run, or what a known failure is known from."""
+    finding: Finding | None = None
+    """The first thing that failed."""
+    second: Finding | None = None
+    """What the same case gave the next time, when that was something else."""
+    case: str = ""
+    """The failing case as a literal."""
+    examples: int = 0
+    percent: float | None = None
+    """Largest error over all examples as a percentage of its bar, for laws judged by gauge."""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How hard to look."""
+
+    seed: int = 0
+    max_examples: int = 10
+    shrink: bool = True
+    features: tuple[str, ...] = FEATURES
+
+
+@dataclass
+class _Search:
+    """What a run has seen so far."""
+
+    law: Law
+    implementation: Implementation
+    announce: Callable[[CaseSpec], None]
+    examples: int = 0
+    judged: int = 0
+    percent: float | None = None
+    failing: tuple[CaseSpec, Finding] | None = None
+    runs_since: int = 0
+    declined: list[str] = field(default_factory=list)
+
+
+class _Enough(BaseException):
+    """Ends a search from inside Hypothesis; a BaseException, so that it is not taken for a failing example."""
+
+
+def run_law(
+    law: Law,
+    implementation: Implementation,
+    shapes: Sequence[Problem],
+    settings: Settings,
+    announce: Callable[[CaseSpec], None] = lambda spec: None,
+    *,
+    large: Sequence[Problem] = (),
+) -> Verdict:
+    """The verdict of one law over the shapes where it applies; `announce` hears each case before it runs.
+
+    A law that says so also runs once at each of the `large` shapes.
+    """
+    start = time.perf_counter()
+    search = _Search(law, implementation, announce)
+    fitting: list[Problem] = []
+    for problem in shapes:
+        reason = law.unmet(implementation, problem, settings.features) or _declines(implementation, problem)
+        if reason:
+            search.declined.append(reason)
+        else:
+            fitting.append(problem)
+    if law.scope == "once":
+        fitting = fitting[:1]
+    for problem in fitting:
+        for spec in pinned(problem, settings.seed)[: 1 if law.scope != "drawn" else None]:
+            _try(search, spec)
+            if search.failing:
+                break
+        if law.scope == "drawn" and (settings.shrink or not search.failing):
+            _draw(search, problem, settings)
+        if search.failing:
+            break
+    for problem in large if law.large and fitting and not search.failing else ():
+        if not law.unmet(implementation, problem, settings.features) and not _declines(implementation, problem):
+            _try(search, CaseSpec(problem, settings.seed, pattern="zipf"))
+    return _conclude(search, time.perf_counter() - start)
+
+
+def run_case(law: Law, implementation: Implementation, spec: CaseSpec, features: Sequence[str] = FEATURES) -> Verdict:
+    """The verdict of one law on one case, as `--case` asks for it."""
+    start = time.perf_counter()
+    search = _Search(law, implementation, lambda spec: None)
+    reason = law.unmet(implementation, spec.problem, features) or _declines(implementation, spec.problem)
+    if reason:
+        return Verdict(law.name, law.stage, "cannot run", reason)
+    _try(search, spec)
+    return _conclude(search, time.perf_counter() - start)
+
+
+def pinned(problem: Problem, seed: int) -> list[CaseSpec]:
+    """Routings that a public fault needs, where the shape can hold them: the first is ordinary."""
+    specs = []
+    for pattern in ("zipf", "all_to_one", "alternating_empty", "one_row_each", "tile_plus_1"):
+        spec = CaseSpec(problem, seed, pattern=pattern)
+        try:
+            spec.build()
+        except InvalidInput:  # the pattern does not fit this shape
+            continue
+        specs.append(spec)
+    return specs
+
+
+def _draw(search: _Search, problem: Problem, settings: Settings) -> None:
+    import hypothesis
+    from hypothesis import HealthCheck, Phase
+
+    from .strategies import case_specs
+
+    phases = (Phase.generate, Phase.shrink) if settings.shrink else (Phase.generate,)
+    no_expert = "no-expert" in settings.features
+
+    @hypothesis.seed(settings.seed)
+    @hypothesis.settings(
+        max_examples=settings.max_examples,
+        phases=phases,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        print_blob=False,
+        report_multiple_bugs=False,
+    )
+    @hypothesis.given(case_specs(problem, no_expert=no_expert))
+    def holds(spec: CaseSpec) -> None:
+        _try(search, spec)
+        if search.failing:
+            search.runs_since += 1
+            if search.runs_since > SHRINKS or not settings.shrink:
+                raise _Enough
+            if search.failing[0] == spec:
+                raise AssertionError(search.failing[1].message)
+
+    try:
+        holds()
+    except (_Enough, AssertionError, hypothesis.errors.FlakyFailure, hypothesis.errors.Flaky):
+        # The search keeps the smallest failing case itself, and runs it again before it reports it.
+        if search.failing is None:
+            raise
+
+
+def _try(search: _Search, spec: CaseSpec) -> None:
+    """Runs one example and keeps it when it is the simplest that failed."""
+    search.announce(spec)
+    search.examples += 1
+    finding = _first_failure(search, spec)
+    if finding is None:
+        return
+    if search.failing is None or spec.complexity <= search.failing[0].complexity:
+        search.failing = (spec, finding)
+
+
+def _first_failure(search: _Search, spec: CaseSpec) -> Finding | None:
+    try:
+        findings = search.law.check(search.implementation, spec.build())
+    except WrongKind as wrong:
+        findings = [wrong.finding]
+    except Unsupported as declined:
+        search.declined.append(str(declined))
+        return None
+    except Exception as error:  # a target may fail in any way; the verdict says which
+        findings = [Finding(tensor="", check="ran", ok=False, message=_short(error))]
+    search.judged += bool(findings)
+    for finding in findings:
+        if search.law.judged_by == "gauge" and finding.measured is not None:
+            search.percent = max(search.percent or 0.0, 100 * finding.measured)
+    return next((f for f in findings if not f.ok), None)
+
+
+def _conclude(search: _Search, seconds: float) -> Verdict:
+    law = search.law
+
+    def verdict(status: Status, **more: object) -> Verdict:
+        return Verdict(
+            law.name,
+            law.stage,
+            status,
+            examples=search.examples,
+            percent=search.percent,
+            seconds=seconds,
+            **more,  # type: ignore[arg-type]
+        )
+
+    if search.failing is None:
+        if search.judged:
+            return verdict("agree")
+        reasons = list(dict.fromkeys(search.declined))
+        return verdict("cannot run", reason="; ".join(reasons[:2]) or "this shape leaves nothing to judge")
+    spec, finding = search.failing
+    running.forget_results()
+    law_tools.forget_views()
+    search.percent = None if finding.measured is None else search.percent
+    again = _first_failure(search, spec)
+    if again is None:
+        return verdict(
+            "not repeatable", finding=finding, case=spec.literal(), reason="the same case passed the next time"
+        )
+    if "drops" in search.implementation.traits:
+        return verdict("expected-different", finding=finding, case=spec.literal(), reason="drops on purpose")
+    return verdict("disagree", finding=finding, case=spec.literal())
+
+
+def _declines(implementation: Implementation, problem: Problem) -> str:
+    support = implementation.can_run(problem)
+    return "" if support else support.reason or "declines this problem"
+
+
+def _short(error: BaseException) -> str:
+    """An exception in one line, with the last line of the target's own code that it passed through."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "/site-packages/" not in f.filename]
+    where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    text = " ".join(str(error).split())
+    return f"raised {type(error).__name__}{where}: {text[:300]}"
+
+
+def failures(verdicts: Sequence[Verdict]) -> Iterator[Verdict]:
+    """The verdicts that make a run fail."""
+    return (v for v in verdicts if v.status in BAD)
