@@ -7,6 +7,7 @@ the last timed repetition against the oracle's answer for the variant that it ra
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from .problem import InvalidInput, Problem
 from .records import TIMED_VERDICTS, CaseRecord, FindingRecord, ResultRecord, new_case
 from .registry import BASELINE
 from .stages import stage_call, stage_findings
+from .streamed import is_large
 from .timing import Call, measure
 
 
@@ -40,8 +42,9 @@ class Options:
     timing: bool = True
     budget_s: float = 8.0
     rounds: int | None = None
-    oracle: str = "oracle"
-    step_limit_s: float = 20.0
+    oracle: str = ""
+    """Empty: the NumPy oracle, or oracle_device for a GPU or a layer too large for it."""
+    step_limit_s: float = 10.0
     """Without a GPU, an implementation whose forward + backward step is estimated above this is declined as too slow."""
     bounds: bool = False
     """Time each implementation's own grouped GEMMs alone too."""
@@ -59,9 +62,8 @@ class _Subject:
 
 def run_case(cases: Sequence[Case], implementations: Sequence[Implementation], options: Options) -> CaseRecord:
     """One CaseRecord: every implementation's verdict on the first variant, and its times on all of them."""
-    if not options.grad:
-        options.whats = tuple(w for w in options.whats if "backward" not in w)
     first, problem = cases[0], cases[0].problem
+    options = _resolved(options, problem)
     use_oracle(options.oracle)
     sizes = group_sizes(first)
     record = new_case(first.label, problem, source=first.label)
@@ -84,6 +86,14 @@ def run_case(cases: Sequence[Case], implementations: Sequence[Implementation], o
             _time_bounds(passed, cases, record, options)
         _time(passed, cases, record, options)
     return record
+
+
+def _resolved(options: Options, problem: Problem) -> Options:
+    oracle = options.oracle
+    if not oracle:
+        oracle = "oracle_device" if jax.default_backend() == "gpu" or is_large(problem) else "oracle"
+    whats = tuple(w for w in options.whats if options.grad or "backward" not in w)
+    return dataclasses.replace(options, oracle=oracle, whats=whats)
 
 
 def group_sizes(case: Case) -> np.ndarray:

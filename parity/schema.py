@@ -8,6 +8,8 @@ import types
 import typing
 from typing import Any, TypeVar
 
+import numpy as np
+
 from .problem import InvalidInput
 
 T = TypeVar("T")
@@ -25,7 +27,7 @@ def encode(value: Any) -> Any:
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else repr(value)
-    if hasattr(value, "tolist"):
+    if isinstance(value, (np.ndarray, np.generic)):
         return encode(value.tolist())
     raise TypeError(f"a record cannot hold a {type(value).__name__}")
 

@@ -22,6 +22,7 @@ from .law_tools import oracle_view
 from .problem import InvalidInput, Params, Problem, Routing
 from .records import FindingRecord
 from .running import EXPERT_LEAVES
+from .streamed import is_large, streamed_experts
 from .timing import Call, prepare
 
 SAMPLE = 512
@@ -87,7 +88,8 @@ def stage_findings(what: str, call: Call, case: Case, variant: int, got: Any, or
     elif stage == "permute":
         found = _permute_findings(case, host)
     elif stage == "grouped_gemm":
-        found = [_grouped_gemm_finding(case, *map(np.asarray, call.inputs[variant]), host)]
+        rows, kernels, sizes = map(np.asarray, call.inputs[variant])
+        found = [_grouped_gemm_finding(case, rows, kernels, sizes, host)]
     elif stage == "unpermute":
         rows, _, places = call.inputs[variant]
         found = [_unpermute_finding(case, np.asarray(rows), np.asarray(places), host)]
@@ -147,6 +149,8 @@ def layer_gradient_call(implementation: Implementation, problem: Problem) -> Cal
 
 
 def _experts_findings(case: Case, got: dict[str, Any]) -> list[Finding]:
+    if is_large(case.problem):
+        return streamed_experts(case, got)
     view = oracle_view(case)
     empty = case.problem.T == 0
     return [

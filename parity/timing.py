@@ -39,14 +39,18 @@ class Call:
     device_timer: str = ""
     compiles: int = 0
     """Executables built so far, by compiling and by running."""
+    elapsed_s: float = 0.0
+    """The latest run, timed or not; 0 before the first."""
     last: tuple[int, Any] | None = None
     """Variant and outputs of the last timed repetition, to be judged."""
 
     def __call__(self, variant: int) -> Any:
-        """Runs one variant to the end."""
-        before = _COMPILED[0]
+        """Runs one variant to the end. An eager call's first run, which compiles its pieces, is its compile time."""
+        start, before = time.perf_counter(), _COMPILED[0]
         out = jax.block_until_ready(self.run(*self.inputs[variant]))
+        self.elapsed_s = time.perf_counter() - start
         self.compiles += _COMPILED[0] - before
+        self.compile_s = self.compile_s or self.elapsed_s
         return out
 
     def record(self, *, useful_flops: float = 0.0, bytes_moved: float = 0.0) -> TimingRecord:
@@ -68,7 +72,7 @@ class Call:
 _COMPILED = [0]
 
 
-def _count(event: str, duration: float, **_: Any) -> None:
+def _count(event: str, duration_secs: float, **kwargs: str | int) -> None:
     if event == "/jax/core/compile/backend_compile_duration":
         _COMPILED[0] += 1
 
@@ -107,7 +111,8 @@ def measure(
     """Times the calls in turn, round by round, so that a slow moment meets all of them; fills each call's lists.
 
     Every other round runs in reverse order. Without `rounds`, each call repeats as often as its share of `budget_s`
-    allows, `least` to `most` times; a call that is longer than its whole share repeats once. `tick` is called after each repetition.
+    allows, `least` to `most` times; a call longer than its whole share repeats three times, one longer than three shares once.
+    `tick` is called after each repetition.
     """
     counts = [_warm(call, rounds, budget_s / max(len(calls), 1), least, most) for call in calls]
     flush = _flusher()
@@ -123,29 +128,24 @@ def measure(
 
 
 def _warm(call: Call, rounds: int | None, share_s: float, least: int, most: int) -> int:
-    """Runs the call untimed, and says how often to repeat it."""
-    elapsed = _once(call)
-    if not call.compile_s:  # eager: the first call traced and compiled its pieces
-        call.compile_s = elapsed
-    if elapsed < share_s:
-        elapsed = _once(call)
+    """Runs the call untimed, unless it ran before and is slow, and says how often to repeat it."""
+    slow = 3 * share_s
+    if rounds is not None or call.elapsed_s == 0.0:
+        call(-1)
     if rounds is not None:
         return rounds
-    return 1 if elapsed > share_s else max(least, min(most, int(share_s / max(elapsed, 1e-9))))
-
-
-def _once(call: Call) -> float:
-    start = time.perf_counter()
-    call(-1)
-    return time.perf_counter() - start
+    if call.elapsed_s < slow:
+        call(-1)
+    if call.elapsed_s > share_s:
+        return 1 if call.elapsed_s > slow else min(least, 3)
+    return max(least, min(most, int(share_s / max(call.elapsed_s, 1e-9))))
 
 
 def _repeat(call: Call, variant: int, flush: Callable[[], None]) -> None:
     call.last = None  # frees the outputs before the next ones are made
     flush()
-    start = time.perf_counter()
     out = call(variant)
-    call.wall_s.append(time.perf_counter() - start)
+    call.wall_s.append(call.elapsed_s)
     call.last = (variant, out)
 
 

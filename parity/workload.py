@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,7 +18,6 @@ from .trace import check_ids, read_trace, read_x
 DEFAULT_PRESET = "qwen3-30b-a3b"
 VARIANTS = 3
 """Input variants that repetitions go through."""
-FULL_TOKENS = 8192
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,9 +78,8 @@ def preset_problem(name: str, *, full: bool, dtype: str | None = None, tokens: i
     if name not in PRESETS:
         raise InvalidInput(f"preset is {name!r}; accepted: {', '.join(PRESETS)}")
     preset = PRESETS[name] if full else PRESETS[name].shrunk()
-    changes = {"dtype": dtype or ("bfloat16" if jax.default_backend() == "gpu" else "float32")}
-    T = tokens if tokens is not None else FULL_TOKENS if full else None
-    return preset.problem(**changes) if T is None else preset.problem(T=T, **changes)
+    dtype = dtype or ("bfloat16" if jax.default_backend() == "gpu" else "float32")
+    return preset.problem(T=tokens, dtype=dtype)
 
 
 def _problem(r: Request, x: np.ndarray | None, trace: Routing | None) -> Problem:
@@ -121,9 +120,7 @@ def _router_changes(r: Request, base: Problem, changes: dict[str, object]) -> di
     }
 
 
-def _cases(
-    r: Request, problem: Problem, x: np.ndarray | None, trace: Routing | None, variants: int
-) -> tuple[list[Case], str]:
+def _cases(r: Request, problem: Problem, x: Any, trace: Routing | None, variants: int) -> tuple[list[Case], str]:
     if trace is not None:
         made = [make_case(problem, seed=r.seed + v, routing=_rolled(trace, v), x=x) for v in range(variants)]
         source = f"trace {r.trace.name}" if r.trace else "trace"
@@ -132,7 +129,7 @@ def _cases(
 
         made = []
         for v in range(variants):
-            rows = text_tokens(problem, list(r.text), seed=r.seed, offset=v * problem.T)
+            rows: Any = text_tokens(problem, list(r.text), seed=r.seed, offset=v * problem.T)
             made.append(make_case(problem, seed=r.seed, pattern=None, x=rows))
         source = "text " + ", ".join(p.name for p in r.text)
     else:
