@@ -69,8 +69,7 @@ def judge(tensor: str, got: Any, judged: Judged, *, dtype: Any, empty_ok: bool =
     if not got.size:
         message = "" if empty_ok else f"{tensor} is empty: nothing was compared"
         return Finding(tensor=tensor, check="values", ok=empty_ok, message=message)
-    rows = judged.dof is not None and len(got.shape) == 2
-    found = _measure(got, judged, row_bar(min(judged.dof, got.shape[-1])) if rows and judged.dof is not None else 0.0)
+    found = _measure(got, judged)
     if not found.known:
         message = f"the exact {tensor} is nowhere finite: nothing was compared"
         return Finding(tensor=tensor, check="values", ok=False, message=message)
@@ -149,16 +148,16 @@ class _Measured(NamedTuple):
     histogram: Any
 
 
-def _measure(got: Any, judged: Judged, bar: float) -> _Measured:
+def _measure(got: Any, judged: Judged) -> _Measured:
     """The reductions that a verdict needs, where the exact values lie: a large layer's never come to the host."""
     if isinstance(judged.value, jax.Array):
         with jax.enable_x64(True):
-            return _Measured(*_reduce_jit(jnp.asarray(got), judged.value, judged.gauge, bar))
+            return _Measured(*_reduce_jit(jnp.asarray(got), judged.value, judged.gauge, judged.dof))
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-        return _reduce(np, np.asarray(got), judged.value, judged.gauge, bar)
+        return _reduce(np, np.asarray(got), judged.value, judged.gauge, judged.dof)
 
 
-def _reduce(xp: Any, got: Any, want: Any, gauge: Any, bar: Any) -> _Measured:
+def _reduce(xp: Any, got: Any, want: Any, gauge: Any, dof: Any) -> _Measured:
     have = got.astype(np.float64)  # exact for every storage dtype
     known, finite = xp.isfinite(want), xp.isfinite(have)
     wrong = known != finite
@@ -166,13 +165,13 @@ def _reduce(xp: Any, got: Any, want: Any, gauge: Any, bar: Any) -> _Measured:
     ratio = xp.where(error == 0, 0.0, error / gauge)
     ratio = xp.where(xp.isnan(ratio), np.inf, ratio)
     bins = xp.minimum(ratio * 4, BINS - 1).astype(np.int32).ravel()
-    row, row_at = xp.zeros(()), 0
-    if want.ndim == 2:
+    row, row_at = 0.0, 0
+    if dof is not None:
         norm = xp.sqrt((error**2).sum(-1))
-        rows = xp.where(norm == 0, 0.0, norm / xp.sqrt((xp.where(known, gauge, 0.0) ** 2).sum(-1)))
-        rows = xp.where(bar > 0, rows / xp.where(bar > 0, bar, 1.0), 0.0)
-        row = rows.max()
-        row_at = rows.argmax() * want.shape[-1] + ratio[rows.argmax()].argmax()
+        bar = row_bar(dof, xp) * xp.sqrt((xp.where(known, gauge, 0.0) ** 2).sum(-1))
+        rows = xp.where(norm == 0, 0.0, norm / bar)
+        at = xp.where(xp.isnan(rows), np.inf, rows).argmax()
+        row, row_at = rows[at], at * want.shape[-1] + ratio[at].argmax()
     return _Measured(
         known.any(),
         wrong.any(),

@@ -75,14 +75,14 @@ class Judged(NamedTuple):
     """One tensor as the oracle sees it: its exact value, and the rounding error that an honest layer can show there.
 
     `gauge` is a root sum of squares of (unit roundoff x sensitivity), elementwise and float64, 0 where the value must
-    be exact. `kinks` counts elements whose gauge had to include a jump at a clamp or kink. `dof` is the number of
-    independent errors in a row (a token's last axis), for the row bar; None where rows have no bar.
+    be exact. `kinks` counts elements whose gauge had to include a jump at a clamp or kink. `dof` [T] is how many
+    independent errors a row (a token's last axis) has, for the row bar; None where rows have no bar.
     """
 
     value: np.ndarray
     gauge: np.ndarray
     kinks: int = 0
-    dof: int | None = None
+    dof: np.ndarray | None = None
 
 
 def always(problem: Problem) -> Support:

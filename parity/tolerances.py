@@ -8,7 +8,9 @@ bars are therefore pure numbers, the same for every tensor, and no test holds a 
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
 
 ELEMENT_BAR = 6.0
 """Largest |error| / gauge of one element."""
@@ -129,15 +131,15 @@ def underflow(dtype: str) -> float:
     return _UNDERFLOW[dtype]
 
 
-def row_bar(width: int) -> float:
-    """Largest norm(error) / norm(gauge) of a row with `width` independent errors.
+def row_bar(width: Any, xp: Any = np) -> Any:
+    """Largest norm(error) / norm(gauge) of a row with `width` independent errors; also of an array of widths.
 
     With an rms of 0.75 gauges, which covers any mantissa (0.58) and correlated errors, the squared ratio behaves as
     0.75^2 * chi2(n) / n, whose quantile at 1 - 1e-9 is at most 0.75^2 * (1 + 2 sqrt(a/n) + 2a/n), a = ln 1e9
     (Laurent and Massart's bound). That is 5.4 at n = 1 and 1.25 at n = 64, where it stays.
     """
-    n = min(max(width, 1), _ROW_WIDTH)
-    return _ROW_SCALE * math.sqrt(1 + 2 * math.sqrt(_ROW_TAIL / n) + 2 * _ROW_TAIL / n)
+    n = xp.clip(width, 1, _ROW_WIDTH)
+    return _ROW_SCALE * xp.sqrt(1 + 2 * xp.sqrt(_ROW_TAIL / n) + 2 * _ROW_TAIL / n)
 
 
 class Bar(NamedTuple):

@@ -21,15 +21,25 @@ from .oracle_totals import Gradients, judge_losses, loss_slopes, segments_of
 
 
 def judge_experts(
-    problem: Problem, params: Params, x: Any, routing: Routing, cotangent: Any | None = None
+    problem: Problem,
+    params: Params,
+    x: Any,
+    routing: Routing,
+    cotangent: Any | None = None,
+    *,
+    kernels: bool = True,
 ) -> dict[str, Judged]:
     """Routed experts at a fixed routing: y, and with a cotangent the gradients of x, topk_weights and every kernel.
+
+    kernels=False leaves those of the kernels and biases out, which at full width do not fit a host.
 
     A slot of id -1 adds nothing and has gradient exactly 0; an expert without tokens has value and gauge exactly 0.
     """
     ids, w = np.asarray(routing.topk_idx), wide(routing.topk_weights)
     with np.errstate(all="ignore"):
-        return _Run(problem, params, x, cotangent).experts(ids, w, np.zeros_like(w)).judged(_counts(problem, ids))
+        return (
+            _Run(problem, params, x, cotangent, kernels).experts(ids, w, np.zeros_like(w)).judged(_counts(problem, ids))
+        )
 
 
 def judge_layer(
@@ -126,36 +136,35 @@ IMPLEMENTATION = Implementation(
 class _Run:
     """One evaluation: parameters widened once, sums filled token by token."""
 
-    def __init__(self, problem: Problem, params: Params, x: Any, cotangent: Any | None):
+    def __init__(self, problem: Problem, params: Params, x: Any, cotangent: Any | None, kernels: bool = True):
         self.problem, self.noise = problem, Noise(problem)
-        self.p = {name: wide(leaf) for name, leaf in params.named().items()}
+        self.params, self.kernels = params, kernels
+        self.leaves = [None if leaf is None else np.asarray(leaf) for leaf in rows.leaves_of(params)]
+        self.gate = [None if leaf is None else wide(leaf) for leaf in router.leaves_of(params)]
         self.x = wide(x)
         self.dy = None if cotangent is None else wide(cotangent)
 
     def score(self, t: int) -> router.Scores:
-        p = self.p
-        return router.scores(
-            np, self.problem, self.noise, p["gate_kernel"], p.get("gate_bias"), p.get("expert_bias"), self.x[t]
-        )
+        return router.scores(np, self.problem, self.noise, *self.gate, self.x[t])
 
     def experts(self, ids: np.ndarray, w: np.ndarray, var_w: np.ndarray) -> Gradients:
-        problem, noise, p = self.problem, self.noise, self.p
-        out = Gradients(problem, noise, p, backward=self.dy is not None)
-        for t, k in zip(*np.nonzero(ids >= 0), strict=True):
-            e = ids[t, k]
-            biases = {name: p[name][e] for name in ("wi_bias", "wo_bias") if name in p}
-            expert = rows.Expert(p["wi"][e], p["wo"][e], **biases)
-            x, wt, vt = self.x[t], w[t, k], var_w[t, k]
-            f = rows.forward(np, problem, noise, expert, x, wt, vt)
-            out.y.add(t, f.weighted, f.var_weighted, coherent=vt * f.y**2)
-            if self.dy is None:
+        problem, noise = self.problem, self.noise
+        out = Gradients(problem, noise, self.params, backward=self.dy is not None, kernels=self.kernels)
+        for e in range(problem.E):
+            visits = np.argwhere(ids == e)
+            if not len(visits):
                 continue
-            dy = self.dy[t]
-            b = rows.backward(np, problem, noise, expert, x, wt, vt, dy, f)
-            out.add_expert(e, x, dy, b)
-            out.x.add(t, b.dx, b.var_dx, coherent=vt * (b.dx / wt) ** 2 if wt else 0.0)
-            out.dweight[t, k], out.var_dweight[t, k] = b.dweight, b.var_dweight
-            out.kinks += int(f.hidden.kinks)
+            expert = rows.Expert.of(*(None if leaf is None else wide(leaf[e]) for leaf in self.leaves))
+            for t, k in visits:
+                f = rows.forward(np, problem, noise, expert, self.x[t], w[t, k], var_w[t, k])
+                out.y.add(t, f.weighted, f.var_weighted, f.lumps)
+                out.kinks += int(f.hidden.kinks)
+                if self.dy is None:
+                    continue
+                b = rows.backward(np, problem, noise, expert, self.x[t], w[t, k], var_w[t, k], self.dy[t], f)
+                out.add_expert(e, self.x[t], self.dy[t], b)
+                out.x.add(t, b.dx, b.var_dx, b.lumps)
+                out.dweight[t, k], out.var_dweight[t, k] = b.dweight, b.var_dweight
         return out
 
     def layer(
@@ -182,13 +191,13 @@ class _Run:
 
     def _shared(self, out: Gradients, real: np.ndarray) -> None:
         problem, noise = self.problem, self.noise
-        expert = rows.Expert(self.p["shared_wi"], self.p["shared_wo"])
+        expert = rows.Expert.of(wide(self.params.need("shared_wi")), wide(self.params.need("shared_wo")))
         for t in np.nonzero(real)[0]:
             f = rows.forward(np, problem, noise, expert, self.x[t], None, None, shared=True)
-            out.y.add(t, f.weighted, f.var_weighted)
+            out.y.add(t, f.weighted, f.var_weighted, f.lumps)
             if self.dy is not None:
                 b = rows.backward(np, problem, noise, expert, self.x[t], None, None, self.dy[t], f, shared=True)
-                out.x.add(t, b.dx, b.var_dx)
+                out.x.add(t, b.dx, b.var_dx, b.lumps)
                 out.add_shared(self.x[t], self.dy[t], b)
                 out.kinks_shared += int(f.hidden.kinks)
 
@@ -202,9 +211,7 @@ class _Run:
             dlogits, var = router.logits_backward(
                 np, problem, noise, s, _chosen(problem, ids[t]), dw, var_dw, dprobs[t], dz
             )
-            dx, var_dx = noise.dot(dlogits, var, self.p["gate_kernel"].T, problem.E)
-            var_dx = var_dx + noise.rounded("dx_router", dx)
-            out.x.add(t, dx, var_dx, coherent=var_dx)
+            out.x.add(t, *router.input_backward(noise, self.gate[0], dlogits, var))
             out.add_gate(self.x[t], dlogits, var)
 
 

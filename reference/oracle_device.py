@@ -22,7 +22,7 @@ from . import oracle_router as router
 from . import oracle_rows as rows
 from .oracle_gauge import Noise
 from .oracle_routes import RouteView
-from .oracle_totals import loss_slopes, row_dof, segments_of, token_gauge
+from .oracle_totals import loss_slopes, segments_of, token_gauge
 
 BLOCKS = (32, 256, 2048)
 """Row counts that compile: an expert's rows are taken in the largest, the rest in the smallest that holds it."""
@@ -154,7 +154,8 @@ class Sums(NamedTuple):
     value: Any
     var: Any
     squares: Any
-    coherent: Any
+    lump: Any
+    lump2: Any
     n: Any
 
 
@@ -170,16 +171,14 @@ class _Run:
         self.kinks = self.kinks_shared = 0
 
     def scores(self) -> router.Scores:
-        p = self.params
-        return _scores(self.problem)(p.gate_kernel, p.gate_bias, p.expert_bias, self.x)
+        return _scores(self.problem)(*router.leaves_of(self.params), self.x)
 
     def experts(self, ids: np.ndarray, w: Any, var_w: Any) -> Iterator[Piece]:
         """Every expert's kernels and biases; y, dx and dweight fill up on the way."""
-        p = self.params
+        leaves = rows.leaves_of(self.params)
         for e in range(self.problem.E):
             token, slot = np.nonzero(ids == e)
-            expert = (p.wi, p.wo, p.wi_bias, p.wo_bias)
-            sums, kinks = self._blocks(e, expert, token, slot, w, var_w, shared=False)
+            sums, kinks = self._blocks(e, leaves, token, slot, w, var_w, shared=False)
             self.kinks += kinks
             if sums is not None:
                 yield from self._close(PER_EXPERT, e, sums, len(token), kinks)
@@ -199,9 +198,8 @@ class _Run:
         kinks = self.kinks + self.kinks_shared
         for name, label, sums in (("y", "y", self.y), ("x", "dx", self.dx)):
             if sums is not None:
-                gauge, together = _token_gauge(p, label)(sums)
-                found = kinks if name == "x" else 0
-                yield name, None, Judged(sums.value, gauge, found, row_dof(p, layer, bool(together)))
+                gauge, dof = _token_gauge(p, label)(sums)
+                yield name, None, Judged(sums.value, gauge, kinks if name == "x" else 0, dof)
         if self.dy is not None and not layer:
             value, var = self.dweight
             yield "topk_weights", None, Judged(value, jnp.sqrt(var))
@@ -265,7 +263,7 @@ class _Run:
     def _close(self, names: tuple[str, ...], e: int | None, sums: Any, n: int, kinks: int) -> Iterator[Piece]:
         for name, parts in zip(names, sums, strict=False):
             if getattr(self.params, name) is not None:
-                gauge = _close(self.problem)(parts, n)
+                gauge = _close(self.problem, not name.endswith("bias"))(parts, n)
                 yield name, e, Judged(parts[0], gauge, kinks if name.endswith(("wi", "wi_bias")) else 0)
 
 
@@ -285,29 +283,27 @@ def _block(problem: Problem, shared: bool, backward: bool) -> Any:
 
     def step(moving, expert, e, x, dy, t, k, w, var_w):
         y, dx, (dweight, var_dweight), sums = moving
-        expert = rows.Expert(*(None if leaf is None else leaf[e].astype(jnp.float64) for leaf in expert))
+        expert = rows.Expert.of(*(None if leaf is None else leaf[e].astype(jnp.float64) for leaf in expert))
         valid = (t < problem.T)[:, None]
         at = jnp.minimum(t, problem.T - 1)
         xs = x[at].astype(jnp.float64)
         wt, vt = (None, None) if shared else (w[at, k], var_w[at, k])
         f = rows.forward(jnp, problem, noise, expert, xs, wt, vt, shared)
-        y = _add(y, t, f.weighted, f.var_weighted, 0.0 if shared else vt[:, None] * f.y**2)
+        y = _add(y, t, f.weighted, f.var_weighted, f.lumps)
         kinks = jnp.where(valid[:, 0], f.hidden.kinks, 0).sum()
         if not backward:
             return (y, dx, (dweight, var_dweight), sums), kinks
         ds = dy[at].astype(jnp.float64)
         b = rows.backward(jnp, problem, noise, expert, xs, wt, vt, ds, f, shared)
-        if shared:
-            coherent = 0.0
-        else:
-            safe = jnp.where(wt == 0, 1.0, wt)[:, None]
-            coherent = jnp.where((wt == 0)[:, None], 0.0, vt[:, None] * (b.dx / safe) ** 2)
+        if not shared:
             dweight = dweight.at[t, k].set(b.dweight, mode="drop")
             var_dweight = var_dweight.at[t, k].set(b.var_dweight, mode="drop")
-        dx = _add(dx, t, b.dx, b.var_dx, coherent)
+        dx = _add(dx, t, b.dx, b.var_dx, b.lumps)
         wi, wo, wi_bias, wo_bias = sums
         wi = outer(wi, xs, b.dpre, b.var_dpre, valid)
         wo = tuple(v.T for v in outer(tuple(v.T for v in wo), ds, b.weighted_h, b.var_weighted_h, valid))
+        floor = jnp.where(valid, b.var_floor, 0.0).sum(0)
+        wo = wo[0], wo[1] + floor[:, None], wo[2]
         if problem.experts.wi_bias and not shared:
             wi_bias = column(wi_bias, b.dpre, b.var_dpre, valid)
         if problem.experts.wo_bias and not shared:
@@ -358,10 +354,9 @@ def _router_backward(problem: Problem) -> Any:
         spread = [jnp.einsum("tk,tke->te", a, onto) for a in (dweight, var_dweight)]
         dlogits, var = router.logits_backward(jnp, problem, noise, scores, onto.sum(1), *spread, dprobs, dz)
         dlogits, var = jnp.where(real, dlogits, 0.0), jnp.where(real, var, 0.0)
-        value, var_x = noise.dot(dlogits, var, gate_kernel.astype(jnp.float64).T, problem.E)
-        var_x = var_x + noise.rounded("dx_router", value)
-        dx = _with_part(noise, dx)
-        dx = Sums(dx.value + value, dx.var + var_x, dx.squares + value**2, dx.coherent + var_x, dx.n + real)
+        value, var_x, lumps = router.input_backward(noise, gate_kernel.astype(jnp.float64), dlogits, var)
+        terms = (value, var_x, value * value, lumps.total[:, None], lumps.squares[:, None], 1.0)
+        dx = Sums(*(s + jnp.where(real, v, 0.0) for s, v in zip(_with_part(noise, dx), terms, strict=True)))
         wide = x.astype(jnp.float64)
         kernel = wide.T @ dlogits, (wide * wide).T @ var, (wide * wide).T @ (dlogits * dlogits)
         return dx, kernel, (dlogits.sum(0), var.sum(0), (dlogits * dlogits).sum(0))
@@ -382,12 +377,12 @@ def _part(problem: Problem) -> Any:
 
 
 @functools.lru_cache(maxsize=64)
-def _close(problem: Problem) -> Any:
+def _close(problem: Problem, products: bool) -> Any:
     noise = Noise(problem)
 
     def run(parts, n):
         n = jnp.asarray(n, jnp.float64)
-        return jnp.sqrt(jnp.where(n > 0, noise.outer_total(jnp.maximum(n, 1.0), *parts), 0.0))
+        return jnp.sqrt(jnp.where(n > 0, noise.parameter(jnp.maximum(n, 1.0), *parts, products=products), 0.0))
 
     return jax.jit(run)
 
@@ -422,8 +417,8 @@ def _with_part(noise: Noise, sums: Sums) -> Sums:
     return sums._replace(var=sums.var + jnp.where(sums.n > 0, noise.rounded("part", sums.value), 0.0))
 
 
-def _add(sums: Sums, t: Any, value: Any, var: Any, coherent: Any) -> Sums:
-    terms = (value, var, value * value, jnp.broadcast_to(coherent, value.shape), jnp.ones((len(t), 1)))
+def _add(sums: Sums, t: Any, value: Any, var: Any, lumps: Any) -> Sums:
+    terms = (value, var, value * value, lumps.total[:, None], lumps.squares[:, None], jnp.ones((len(t), 1)))
     return Sums(*(s.at[t].add(v, mode="drop") for s, v in zip(sums, terms, strict=True)))
 
 
@@ -432,8 +427,8 @@ def _chosen(problem: Problem, ids: Any) -> Any:
 
 
 def _zeros(problem: Problem) -> Sums:
-    full = [jnp.zeros((problem.T, problem.D), jnp.float64) for _ in range(4)]
-    return Sums(*full, jnp.zeros((problem.T, 1), jnp.float64))
+    widths = (problem.D, problem.D, problem.D, 1, 1, 1)
+    return Sums(*(jnp.zeros((problem.T, width), jnp.float64) for width in widths))
 
 
 def _expert_zeros(problem: Problem, shared: bool) -> Any:

@@ -6,10 +6,18 @@ allowed rounding so far, and a gauge is its square root. Works on NumPy and on j
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..parity.problem import Problem
 from ..parity.tolerances import COUNT, SUMMATION, TRANSCENDENTAL, underflow, unit_roundoff
+
+
+class Lumps(NamedTuple):
+    """The parts of a row's variance that move the whole row together, each through one hidden unit or weight."""
+
+    total: Any
+    squares: Any
+    """Sum of the squared parts: (sum of all)^2 / squares counts a row's independent errors."""
 
 
 class Noise:
@@ -42,14 +50,16 @@ class Noise:
         orders = (n + 1) / 3 * total * total + ((n + 1) / 6 - 1 / n) * squares
         return COUNT["partial_sums"] * (self.u2 * orders + (n - 1) * self.tiny2)
 
-    def dot(self, a: Any, var_a: Any, b: Any, n: Any) -> tuple[Any, Any]:
-        """(a @ b, variance) for uncertain a and exact b, n terms a sum, float32 accumulator."""
+    def dot(self, a: Any, var_a: Any, b: Any, b2: Any, n: Any) -> tuple[Any, Any]:
+        """(a @ b, variance) for uncertain a and exact b with squares b2, n terms a sum, float32 accumulator."""
         value = a @ b
-        return value, (var_a + self.per_square(n) * a * a) @ (b * b) + self.per_total(n) * value * value
+        return value, (var_a + self.per_square(n) * a * a) @ b2 + self.per_total(n) * value * value
 
-    def outer_total(self, n: Any, value: Any, var: Any, squares: Any) -> Any:
-        """Variance of a parameter's gradient, a float32 sum over n tokens that is rounded once."""
-        return var + self.per_square(n) * squares + self.per_total(n) * value * value + self.rounded("gradient", value)
+    def parameter(self, n: Any, value: Any, var: Any, squares: Any, *, products: bool) -> Any:
+        """Variance of a parameter's gradient: a float32 sum over n tokens (of products, for a kernel), rounded once."""
+        operand = 0.0 if products else 2 * self.operand2
+        sums = (self.per_square(n) - operand) * squares + (self.per_total(n) - operand) * value * value
+        return var + sums + self.rounded("gradient", value)
 
 
 def transcendental(argument: Any, magnitude: Any) -> Any:

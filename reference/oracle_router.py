@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..parity.problem import Problem
+from ..parity.problem import Params, Problem
 from ..parity.tolerances import ELEMENT_BAR, SUMMATION, TRANSCENDENTAL, unit_roundoff
-from .oracle_gauge import Noise
+from .oracle_gauge import Lumps, Noise
 
 
 class Scores(NamedTuple):
@@ -44,12 +44,17 @@ class Weighted(NamedTuple):
     var: Any
 
 
+def leaves_of(params: Params) -> tuple[Any, ...]:
+    """The router's leaves in the order of `scores`, absent ones None."""
+    return params.gate_kernel, params.gate_bias, params.expert_bias
+
+
 def scores(
     xp: Any, problem: Problem, noise: Noise, gate_kernel: Any, gate_bias: Any, expert_bias: Any, x: Any
 ) -> Scores:
     """Logits and scores of x [..., D] with their errors."""
     r = problem.router
-    product, var = noise.dot(x, 0.0 * x, gate_kernel, x.shape[-1])
+    product, var = noise.dot(x, 0.0 * x, gate_kernel, gate_kernel * gate_kernel, x.shape[-1])
     logits = product
     if gate_bias is not None:
         logits = product + gate_bias
@@ -152,6 +157,14 @@ def logits_backward(
     if problem.router.logits_dtype == "activation":
         var = var + noise.rounded("dlogits", value)
     return value, var
+
+
+def input_backward(noise: Noise, gate_kernel: Any, dlogits: Any, var: Any) -> tuple[Any, Any, Lumps]:
+    """dx through the logits, its variance, and the parts of it that move a row together: one for each logit."""
+    kernel2 = gate_kernel * gate_kernel
+    dx, var_dx = noise.dot(dlogits, var, gate_kernel.T, kernel2.T, dlogits.shape[-1])
+    parts = var * kernel2.sum(0)
+    return dx, var_dx + noise.rounded("dx_router", dx), Lumps(parts.sum(-1), (parts * parts).sum(-1))
 
 
 def balance_backward(xp: Any, problem: Problem, s: Scores, dprobs: Any) -> tuple[Any, Any]:

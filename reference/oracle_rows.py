@@ -13,18 +13,25 @@ import jax.scipy.special
 import numpy as np
 import scipy.special
 
-from ..parity.problem import Problem
+from ..parity.problem import Params, Problem
 from ..parity.tolerances import COUNT, ELEMENT_BAR
-from .oracle_gauge import Noise, transcendental
+from .oracle_gauge import Lumps, Noise, transcendental
 
 
 class Expert(NamedTuple):
-    """One expert's float64 parameters; absent biases are None."""
+    """One expert's float64 parameters and their squares; absent biases are None."""
 
     wi: Any
     wo: Any
-    wi_bias: Any = None
-    wo_bias: Any = None
+    wi_bias: Any
+    wo_bias: Any
+    wi2: Any
+    wo2: Any
+
+    @classmethod
+    def of(cls, wi: Any, wo: Any, wi_bias: Any = None, wo_bias: Any = None) -> Expert:
+        """From float64 arrays."""
+        return cls(wi, wo, wi_bias, wo_bias, wi * wi, wo * wo)
 
 
 class Hidden(NamedTuple):
@@ -62,6 +69,7 @@ class Forward(NamedTuple):
     var_y: Any
     weighted: Any
     var_weighted: Any
+    lumps: Lumps
 
 
 class Backward(NamedTuple):
@@ -69,6 +77,7 @@ class Backward(NamedTuple):
 
     dx: Any
     var_dx: Any
+    lumps: Lumps
     dweight: Any
     var_dweight: Any
     dpre: Any
@@ -76,8 +85,15 @@ class Backward(NamedTuple):
     weighted_h: Any
     var_weighted_h: Any
     """wo's gradient is the sum of weighted_h (outer) dy; the variance holds every rounding of w, h, w*h and w*dy."""
+    var_floor: Any
+    """What underflow of w*dy adds to that variance in each column, whatever dy is."""
     dbias: Any
     var_dbias: Any
+
+
+def leaves_of(params: Params) -> tuple[Any, ...]:
+    """The routed experts' leaves in the order of `Expert.of`, absent ones None."""
+    return params.wi, params.wo, params.wi_bias, params.wo_bias
 
 
 def forward(
@@ -86,27 +102,30 @@ def forward(
     """The expert's rows; `shared` rows have weight 1, which nothing rounds and nothing multiplies."""
     late = problem.experts.weight_placement == "late" and not shared
     hidden = _hidden(xp, problem, noise, expert, x)
-    unrounded, var = noise.dot(hidden.h, hidden.var_h, expert.wo, hidden.h.shape[-1])
+    unrounded, var = noise.dot(hidden.h, hidden.var_h, expert.wo, expert.wo2, hidden.h.shape[-1])
     y, var_y = unrounded, var + noise.rounded("expert_y", unrounded)
     if expert.wo_bias is not None:
         y = unrounded + expert.wo_bias
         var_y = var_y + noise.rounded("expert_y_biased", y)
+    columns = expert.wo2.sum(-1)
     if shared:
-        return Forward(hidden, y, var_y, y, var_y)
+        return Forward(hidden, y, var_y, y, var_y, _lumps(hidden.var_h * columns, 0.0))
     w = w[..., None]
     coherent = _weight_variance(noise, w, var_w[..., None])
     if late:
         var_weighted = w * w * var_y + noise.rounded("weighted_y", w * y)
+        var_wh = w * w * hidden.var_h
     else:
         wh = w * hidden.h
         var_wh = w * w * hidden.var_h + noise.rounded("weighted_h", wh)
-        out, var_weighted = noise.dot(wh, var_wh, expert.wo, hidden.h.shape[-1])
+        out, var_weighted = noise.dot(wh, var_wh, expert.wo, expert.wo2, hidden.h.shape[-1])
         var_weighted = var_weighted + noise.rounded("expert_y", out)
         if expert.wo_bias is not None:
             var_weighted = (
                 var_weighted + noise.rounded("weighted_y", w * expert.wo_bias) + noise.rounded("expert_y_biased", w * y)
             )
-    return Forward(hidden, y, var_y, w * y, var_weighted + coherent * y * y)
+    together = coherent * y * y
+    return Forward(hidden, y, var_y, w * y, var_weighted + together, _lumps(var_wh * columns, together.sum(-1)))
 
 
 def backward(
@@ -128,12 +147,12 @@ def backward(
     w = xp.ones_like(x[..., :1]) if shared else w[..., None]
     coherent = 0.0 * w if shared else _weight_variance(noise, w, var_w[..., None])
 
-    c, var_dot = noise.dot(dy, 0.0 * dy, expert.wo.T, depth)
+    c, var_dot = noise.dot(dy, 0.0 * dy, expert.wo.T, expert.wo2.T, depth)
     var_c = var_dot if shared else var_dot + noise.rounded("unit_dh", c)
     dh = w * c
     var_dh = w * w * var_c + noise.rounded("dh", dh)
     if late:
-        var_dh = var_dh + noise.rounded("weighted_dy", w * dy) @ (expert.wo * expert.wo).T
+        var_dh = var_dh + noise.rounded("weighted_dy", w * dy) @ expert.wo2.T
 
     dweight, var_dweight = _dweight(noise, expert, dy, f, c, var_c, late, depth, width)
 
@@ -158,9 +177,10 @@ def backward(
     else:
         dpre, var_dpre = dgate, var_dgate
 
-    dx, var_dx = noise.dot(dgate, var_dgate, expert.wi[:, :width].T, dpre.shape[-1])
+    n, wi, wi2 = dpre.shape[-1], expert.wi.T, expert.wi2.T
+    dx, var_dx = noise.dot(dgate, var_dgate, wi[:width], wi2[:width], n)
     if problem.experts.gated:
-        dx_up, var_dx_up = noise.dot(dpre[..., width:], var_dpre[..., width:], expert.wi[:, width:].T, dpre.shape[-1])
+        dx_up, var_dx_up = noise.dot(dpre[..., width:], var_dpre[..., width:], wi[width:], wi2[width:], n)
         var_dx = var_dx + var_dx_up + noise.rounded("dx_half", dx) + noise.rounded("dx_half", dx_up)
         dx = dx + dx_up
     var_dx = var_dx + noise.rounded("dx_expert", dx)
@@ -168,10 +188,12 @@ def backward(
     # A weight's own error moves the whole row together, so it is added after the products, from what weight 1 would give.
     unit = xp.where(w == 0, 1.0, w)
     relative = xp.where(w == 0, 0.0, coherent / (unit * unit))
+    together = relative * dx * dx
     wh = w * z.h
     return Backward(
         dx=dx,
-        var_dx=var_dx + relative * dx * dx,
+        var_dx=var_dx + together,
+        lumps=_lumps(var_dpre * expert.wi2.sum(0), together.sum(-1)),
         dweight=dweight,
         var_dweight=var_dweight,
         dpre=dpre,
@@ -179,18 +201,19 @@ def backward(
         weighted_h=wh,
         var_weighted_h=w * w * z.var_h
         + coherent * z.h * z.h
-        + (
-            0.0
-            if shared
-            else noise.rounded("weighted_h", wh) + COUNT["weighted_dy"] * (noise.u2 * wh * wh + noise.tiny2 * z.h * z.h)
-        ),
+        + (0.0 if shared else noise.rounded("weighted_h", wh) + COUNT["weighted_dy"] * noise.u2 * wh * wh),
+        var_floor=(0.0 if shared else COUNT["weighted_dy"] * noise.tiny2) * z.h * z.h,
         dbias=w * dy,
         var_dbias=coherent * dy * dy + noise.rounded("weighted_dy", w * dy),
     )
 
 
 def _weight_variance(noise: Noise, w: Any, var_w: Any) -> Any:
-    return var_w + COUNT["weight"] * noise.u2 * w * w
+    return var_w + noise.rounded("weight", w)
+
+
+def _lumps(parts: Any, together: Any) -> Lumps:
+    return Lumps(parts.sum(-1) + together, (parts * parts).sum(-1) + together * together)
 
 
 def _dweight(
@@ -218,7 +241,7 @@ def _sum_variance(noise: Noise, squares: Any, n: int) -> Any:
 
 
 def _hidden(xp: Any, problem: Problem, noise: Noise, expert: Expert, x: Any) -> Hidden:
-    pre, var_pre = noise.dot(x, 0.0 * x, expert.wi, x.shape[-1])
+    pre, var_pre = noise.dot(x, 0.0 * x, expert.wi, expert.wi2, x.shape[-1])
     var_pre = var_pre + noise.rounded("pre", pre)
     if expert.wi_bias is not None:
         pre = pre + expert.wi_bias

@@ -7,84 +7,79 @@ from typing import Any
 import numpy as np
 
 from ..parity.interface import Judged
-from ..parity.problem import Problem
+from ..parity.problem import Params, Problem
 from . import oracle_router as router
-from .oracle_gauge import Noise
-
-_COHERENT = 0.05
-"""Share of a row's variance that may be common to the whole row before its width stops counting as independent errors."""
+from .oracle_gauge import Lumps, Noise
 
 
 class TokenSum:
     """A [T, D] result: for each token a sum over slots, with what partial sums in storage dtype would add."""
 
     def __init__(self, tokens: int, width: int):
-        self.value, self.var, self.squares, self.coherent = (np.zeros((tokens, width)) for _ in range(4))
-        self.n = np.zeros((tokens, 1))
+        self.value, self.var, self.squares = (np.zeros((tokens, width)) for _ in range(3))
+        self.lump, self.lump2, self.n = (np.zeros((tokens, 1)) for _ in range(3))
 
-    def add(self, t: Any, value: Any, var: Any, coherent: Any = 0.0) -> None:
-        """One more term for token t; `coherent` is the part of var that moves the whole row together."""
+    def add(self, t: Any, value: Any, var: Any, lumps: Lumps) -> None:
+        """One more term for token t."""
         self.value[t] += value
         self.var[t] += var
         self.squares[t] += value * value
-        self.coherent[t] += coherent
+        self.lump[t] += lumps.total
+        self.lump2[t] += lumps.squares
         self.n[t] += 1
 
     def part(self, noise: Noise) -> None:
         """The sum so far may be rounded before more is added."""
         self.var += np.where(self.n > 0, noise.rounded("part", self.value), 0.0)
 
-    def judged(self, noise: Noise, name: str, problem: Problem, layer: bool, kinks: int = 0) -> Judged:
-        """Value and gauge; tokens without any term are exactly 0."""
-        gauge, together = token_gauge(np, noise, name, self.value, self.var, self.squares, self.coherent, self.n)
-        return Judged(self.value, gauge, kinks, row_dof(problem, layer, bool(together)))
+    def judged(self, noise: Noise, name: str, kinks: int = 0) -> Judged:
+        """Value, gauge and independent errors; tokens without any term are exactly 0."""
+        gauge, dof = token_gauge(np, noise, name, self.value, self.var, self.squares, self.lump, self.lump2, self.n)
+        return Judged(self.value, gauge, kinks, dof)
 
 
 def token_gauge(
-    xp: Any, noise: Noise, name: str, value: Any, var: Any, squares: Any, coherent: Any, n: Any
+    xp: Any, noise: Noise, name: str, value: Any, var: Any, squares: Any, lump: Any, lump2: Any, n: Any
 ) -> tuple[Any, Any]:
-    """(gauge, whether some row's errors move together) of a [T, D] result, `name` being its own last rounding."""
+    """(gauge [T, D], independent errors [T]) of a result whose own last rounding is `name`.
+
+    A row has as many independent errors as (sum v)^2 / sum v^2 over its variances v: those of the hidden units and
+    weights that move it as a whole, and the rest spread evenly over its width.
+    """
     var = var + noise.partial_sums(xp.maximum(n, 1), value, squares) + noise.rounded(name, value)
-    together = xp.nan_to_num(coherent).sum(-1) > _COHERENT * xp.nan_to_num(var).sum(-1)
-    return xp.sqrt(xp.where(n > 0, var, 0.0)), together.any()
-
-
-def row_dof(problem: Problem, layer: bool, together: bool) -> int:
-    """Independent errors in a row of y or dx: both pass through F hidden units, and a router's errors through K weights."""
-    dof = min(problem.D, problem.F)
-    if layer and problem.experts.shared_F:
-        dof = min(dof, problem.experts.shared_F)
-    return min(dof, problem.K) if together else dof
+    total = var.sum(-1)
+    rest = xp.maximum(total - lump[:, 0], 0.0)
+    squared = lump2[:, 0] + rest**2 / value.shape[-1]
+    dof = total**2 / xp.where(squared > 0, squared, 1.0)
+    return xp.sqrt(xp.where(n > 0, var, 0.0)), dof
 
 
 class Gradients:
     """Everything an evaluation adds up."""
 
-    def __init__(self, problem: Problem, noise: Noise, params: dict[str, np.ndarray], *, backward: bool):
+    def __init__(self, problem: Problem, noise: Noise, params: Params, *, backward: bool, kernels: bool):
         self.problem, self.noise, self.backward = problem, noise, backward
         self.y, self.x = TokenSum(problem.T, problem.D), TokenSum(problem.T, problem.D)
         self.dweight, self.var_dweight = np.zeros((problem.T, problem.K)), np.zeros((problem.T, problem.K))
         self.sums = {
-            name: [np.zeros_like(leaf) for _ in range(3)]
-            for name, leaf in params.items()
-            if backward and name != "expert_bias"
+            name: [np.zeros(leaf.shape) for _ in range(3)]
+            for name, leaf in params.named().items()
+            if backward and kernels and name != "expert_bias"
         }
-        self.params = params
-        self.gauges: dict[str, np.ndarray] = {}
-        self.tokens: dict[str, Any] = {}
+        self.steered = params.expert_bias is not None
         self.kinks = self.kinks_shared = 0
 
     def add_expert(self, e: int, x: np.ndarray, dy: np.ndarray, b: Any) -> None:
         """One row of expert e."""
         self._outer("wi", e, x, b.dpre, b.var_dpre)
-        self._outer("wo", e, dy, b.weighted_h, b.var_weighted_h, transpose=True)
+        self._outer("wo", e, dy, b.weighted_h, b.var_weighted_h, b.var_floor)
         self._sum("wi_bias", e, b.dpre, b.var_dpre)
         self._sum("wo_bias", e, b.dbias, b.var_dbias)
 
     def add_shared(self, x: np.ndarray, dy: np.ndarray, b: Any) -> None:
         """One row of the shared expert."""
         self._outer("shared_wi", ..., x, b.dpre, b.var_dpre)
-        self._outer("shared_wo", ..., dy, b.weighted_h, b.var_weighted_h, transpose=True)
+        self._outer("shared_wo", ..., dy, b.weighted_h, b.var_weighted_h, b.var_floor)
 
     def add_gate(self, x: np.ndarray, dlogits: np.ndarray, var: np.ndarray) -> None:
         """One token's share of the router's parameters."""
@@ -95,10 +90,10 @@ class Gradients:
         """All tensors by name; `tokens` is the number of real ones in a layer, None for the routed experts alone."""
         problem, noise, layer = self.problem, self.noise, tokens is not None
         kinks = self.kinks + self.kinks_shared
-        out = {"y": self.y.judged(noise, "y", problem, layer)}
+        out = {"y": self.y.judged(noise, "y")}
         if not self.backward:
             return out
-        out["x"] = self.x.judged(noise, "dx", problem, layer, kinks)
+        out["x"] = self.x.judged(noise, "dx", kinks)
         if not layer:
             out["topk_weights"] = Judged(self.dweight, np.sqrt(self.var_dweight))
         for name, (value, var, squares) in self.sums.items():
@@ -106,20 +101,22 @@ class Gradients:
             if not routed and not layer:
                 continue
             n = counts.reshape((-1,) + (1,) * (value.ndim - 1)) if routed else np.asarray(tokens)
-            full = noise.outer_total(np.maximum(n, 1), value, var, squares)
+            full = noise.parameter(np.maximum(n, 1), value, var, squares, products=not name.endswith("bias"))
             kinked = {"wi": self.kinks, "wi_bias": self.kinks, "shared_wi": self.kinks_shared}.get(name, 0)
             out[name] = Judged(value, np.sqrt(np.where(n > 0, full, 0.0)), kinked)
-        if layer and "expert_bias" in self.params:
+        if layer and self.steered:
             zero = np.zeros(problem.E)
             out["expert_bias"] = Judged(zero, zero)
         return out
 
-    def _outer(
-        self, name: str, at: Any, a: np.ndarray, b: np.ndarray, var_b: np.ndarray, transpose: bool = False
-    ) -> None:
-        value, var, squares = self.sums[name]
-        for total, left, right in ((value, a, b), (var, a * a, var_b), (squares, a * a, b * b)):
-            total[at] += right[:, None] * left if transpose else left[:, None] * right
+    def _outer(self, name: str, at: Any, a: np.ndarray, b: np.ndarray, var_b: np.ndarray, floor: Any = None) -> None:
+        """Adds a (outer) b, or b (outer) a with a floor under b's variance."""
+        if name not in self.sums:
+            return
+        for total, left, right in zip(self.sums[name], (a, a * a, a * a), (b, var_b, b * b), strict=True):
+            total[at] += left[:, None] * right if floor is None else right[:, None] * left
+        if floor is not None:
+            self.sums[name][1][at] += floor[:, None]
 
     def _sum(self, name: str, at: Any, b: np.ndarray, var_b: np.ndarray) -> None:
         if name in self.sums:
