@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from ...parity.interface import Implementation, Support
-from ...parity.problem import Problem
+from ...parity.interface import Implementation
 from .permute import permute, unpermute
 
 
