@@ -21,15 +21,11 @@ def read_trace(path: str | Path, *, E: int | None = None) -> Routing:
     """
     path = Path(path)
     stored = _load(path)
-    if not isinstance(stored, np.lib.npyio.NpzFile):
+    if not isinstance(stored, dict):
         raise InvalidInput(f"{path} holds one array; accepted: an .npz with topk_idx and topk_weights")
-    with stored:
-        missing = {"topk_idx", "topk_weights"} - set(stored.files)
-        if missing:
-            raise InvalidInput(
-                f"{path} holds {', '.join(stored.files) or 'nothing'}; accepted: topk_idx and topk_weights"
-            )
-        ids, weights = _member(path, stored, "topk_idx"), _member(path, stored, "topk_weights")
+    if {"topk_idx", "topk_weights"} - set(stored):
+        raise InvalidInput(f"{path} holds {', '.join(stored) or 'nothing'}; accepted: topk_idx and topk_weights")
+    ids, weights = stored["topk_idx"], stored["topk_weights"]
     check_ids(ids, E, where=str(path))
     if weights.shape != ids.shape:
         raise InvalidInput(
@@ -67,8 +63,7 @@ def read_x(path: str | Path) -> Float[np.ndarray, "T D"]:
     """Tokens [T, D] from an .npy file of real numbers; NaN and Inf are kept, since a layer must contain them."""
     path = Path(path)
     x = _load(path)
-    if isinstance(x, np.lib.npyio.NpzFile):
-        x.close()
+    if isinstance(x, dict):
         raise InvalidInput(f"{path} holds several arrays; accepted: an .npy with one array [T, D]")
     if x.ndim != 2 or x.dtype.kind not in "fiu" or x.shape[1] < 1:
         raise InvalidInput(f"{path} holds {x.dtype} of shape {x.shape}; accepted: real numbers [T, D], D at least 1")
@@ -94,17 +89,13 @@ def check_ids(ids: Int[np.ndarray, "T K"], E: int | None = None, *, where: str =
         raise InvalidInput(f"{where}: token {t} names expert {ranked[t, k]} twice; accepted: distinct experts")
 
 
-def _load(path: Path) -> np.ndarray | np.lib.npyio.NpzFile:
+def _load(path: Path) -> np.ndarray | dict[str, np.ndarray]:
     if not path.is_file():
         raise InvalidInput(f"{path} is not a file; accepted: a file written by NumPy")
     try:
-        return np.load(path, allow_pickle=False)
+        # NumPy leaves the file open when an archive is cut short, unless it is handed an open one.
+        with open(path, "rb") as file:
+            stored = np.load(file, allow_pickle=False)
+            return stored if isinstance(stored, np.ndarray) else {name: stored[name] for name in stored.files}
     except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
         raise InvalidInput(f"{path} cannot be read as NumPy data ({error}); accepted: .npz or .npy") from error
-
-
-def _member(path: Path, stored: np.lib.npyio.NpzFile, name: str) -> np.ndarray:
-    try:
-        return stored[name]
-    except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
-        raise InvalidInput(f"{path}: {name} cannot be read ({error}); accepted: an array of numbers") from error
