@@ -22,14 +22,16 @@ from .placement import describe, expert_mesh
 from .problem import Mesh, Routing
 
 MESHES: tuple[Mesh, ...] = (
-    expert_mesh(1),
-    expert_mesh(2),
-    expert_mesh(4),
-    expert_mesh(8),
     expert_mesh(4, data=2),
     expert_mesh(2, copies=2),
+    expert_mesh(8),
+    expert_mesh(4),
+    expert_mesh(2),
+    expert_mesh(1),
 )
-"""Expert parallel alone, data x expert, and an axis of copies."""
+"""Data x expert, an axis of copies, and expert parallel alone; where most can go wrong comes first."""
+LAYER_MESHES = 2
+"""How many of them the live layer runs on."""
 
 GRADIENTS = ("x", "topk_weights", *running.EXPERT_LEAVES)
 
@@ -41,6 +43,8 @@ def ep_mesh(implementation: Implementation, case: Case) -> list[Finding]:
     for spread in _spreads(implementation, case):
         got = running.experts(implementation, spread)
         findings += _named(by_oracle(case, got, ("y", *GRADIENTS)), describe(_mesh(spread)))
+        if not all(f.ok for f in findings):
+            break
     return findings
 
 
@@ -76,8 +80,10 @@ def ep_routings(implementation: Implementation, case: Case) -> list[Finding]:
 def ep_layer(implementation: Implementation, case: Case) -> list[Finding]:
     """Spread over ranks the live layer has the oracle's y, routes, losses (from global counts) and gradients, the gate's and the shared expert's counted once."""
     findings: list[Finding] = []
-    for spread in _spreads(implementation, _uneven_segments(case))[-2:]:
+    for spread in _spreads(implementation, _uneven_segments(case))[:LAYER_MESHES]:
         findings += _named(layer_findings(implementation, spread), describe(_mesh(spread)))
+        if not all(f.ok for f in findings):
+            break
     return findings
 
 
