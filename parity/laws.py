@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from . import (
+    laws_ep,
+    laws_exchange,
     laws_execution,
     laws_inert,
     laws_layer,
@@ -28,6 +30,8 @@ LAWS: tuple[Law, ...] = (
     *laws_route.LAWS,
     *laws_layer.LAWS,
     *laws_losses.LAWS,
+    *laws_exchange.LAWS,
+    *laws_ep.LAWS,
 )
 """All laws; names are unique."""
 
