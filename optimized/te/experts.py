@@ -31,19 +31,27 @@ def experts(problem: Problem, params: Params, x: Float[Array, "T D"], routing: R
     """
     if problem.T == 0:
         return x
+    return planned_experts(problem, params, x, routing, move.plan(routing.topk_idx, problem.E))
+
+
+def planned_experts(
+    problem: Problem, params: Params, x: Float[Array, "T D"], routing: Routing, found: move.Plan
+) -> Float[Array, "T D"]:
+    """`experts` for a routing whose rows have been found already."""
     kernels = (params.wi, params.wo, params.wi_bias, params.wo_bias)
-    return _experts(problem, kernels, x, routing.topk_weights, routing.topk_idx)
+    return _experts(problem, kernels, x, routing.topk_weights, routing.topk_idx, found)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _experts(problem: Problem, kernels: tuple, x: Array, weights: Array, topk_idx: Array) -> Array:
-    return _forward(problem, kernels, x, weights, topk_idx)[0]
+def _experts(problem: Problem, kernels: tuple, x: Array, weights: Array, topk_idx: Array, found: move.Plan) -> Array:
+    return _forward(problem, kernels, x, weights, topk_idx, found)[0]
 
 
-def _forward(problem: Problem, kernels: tuple, x: Array, weights: Array, topk_idx: Array) -> tuple[Array, Any]:
+def _forward(
+    problem: Problem, kernels: tuple, x: Array, weights: Array, topk_idx: Array, found: move.Plan
+) -> tuple[Array, Any]:
     wi, wo, wi_bias, wo_bias = kernels
     late = problem.experts.weight_placement == "late"
-    found = move.plan(topk_idx, problem.E)
     rows, weight = move.spread(x, found.row_of_slot, problem.routed_rows, None if late else weights)
     pre = product(rows, wi, found.group_sizes)
     expert = None if wi_bias is None else _expert_of_row(problem, topk_idx, found)
@@ -77,7 +85,7 @@ def _backward(problem: Problem, saved: Any, dy: Array) -> tuple:
         d_wo_bias = sums.reshape(move.PIECES, *wo_bias.shape).sum(axis=0).astype(wo_bias.dtype)
         along = jnp.einsum("td,ed->te", dy, wo_bias, preferred_element_type=jnp.float32)
         d_weights = d_weights + jnp.where(topk_idx >= 0, move.take(along, jnp.maximum(topk_idx, 0)), 0.0)
-    return (d_wi, d_wo, d_wi_bias, d_wo_bias), dx, d_weights, None
+    return (d_wi, d_wo, d_wi_bias, d_wo_bias), dx, d_weights, None, None
 
 
 _experts.defvjp(_forward, _backward)

@@ -24,6 +24,8 @@ def hidden(
     expert: Int[Array, " P"] | None = None,
 ) -> Float[Array, "P F"]:
     """h = act(gate) * up, or act(pre), of pre + bias[expert]; times the row's weight if there is one. In pre's dtype."""
+    if _fused(experts):
+        return kernels.hidden(partial(act, experts), 2 if experts.gated else 1, pre, weight, bias, expert)
     h = act(experts, *_parts(experts, pre, bias, expert))
     return (h if weight is None else h * weight[:, None]).astype(pre.dtype)
 
@@ -41,8 +43,7 @@ def hidden_gradient(
     The weight multiplies here, F wide, instead of the rows of dy, D wide: dy @ wo.T needs no weight, and
     wo's gradient is (w * h).T @ dy.
     """
-    # Pallas's Triton backend has no erfc, and 1 + erf would lose the left tail.
-    if kernels.usable() and experts.activation != "gelu_erf":
+    if _fused(experts):
         return kernels.hidden_gradient(partial(act, experts), 2 if experts.gated else 1, pre, d, weight, bias, expert)
     h, pull = jax.vjp(partial(act, experts), *_parts(experts, pre, bias, expert))
     d = d.astype(jnp.float32)
@@ -59,6 +60,11 @@ def act(experts: Experts, gate: Array, up: Array | None = None) -> Array:
         gate, up = jnp.minimum(gate, clamp.limit), jnp.clip(up, -clamp.limit, clamp.limit)
         return gate * jax.nn.sigmoid(clamp.alpha * gate) * (up + clamp.offset)
     return _ACTIVATIONS[experts.activation](gate) * up
+
+
+def _fused(experts: Experts) -> bool:
+    # Pallas's Triton backend has no erfc, and 1 + erf would lose the left tail.
+    return kernels.usable() and experts.activation != "gelu_erf"
 
 
 def _parts(experts: Experts, pre: Array, bias: Array | None, expert: Array | None) -> tuple[Array, ...]:

@@ -97,6 +97,34 @@ def sum_rows(
     return _call(kernel, out, (T, pl.cdiv(D, C)), args, interpret)
 
 
+def hidden(
+    act: Callable[..., Array],
+    parts: int,
+    pre: Float[Array, "P I"],
+    weight: Float[Array, " P"] | None = None,
+    bias: Float[Array, "E I"] | None = None,
+    expert: Int[Array, " P"] | None = None,
+    *,
+    interpret: bool = False,
+) -> Float[Array, "P F"]:
+    """h = act(*the parts of pre + bias[expert]), times the row's weight if there is one."""
+    pl, triton = _pallas()
+    P, F = pre.shape[0], pre.shape[1] // parts
+    C = chunk(F)
+
+    def kernel(pre_ref: Any, w_ref: Any, b_ref: Any, e_ref: Any, h_ref: Any) -> None:
+        r = _backwards(pl, P)
+        for c in range(-(-F // C)):
+            cols = c * C + jnp.arange(C)
+            inside = cols < F
+            values = _parts(triton, pre_ref, b_ref, e_ref, bias is not None, r, parts, F, cols, inside)
+            h = act(*values)
+            triton.store(h_ref.at[r, cols], (h if weight is None else h * w_ref[r]).astype(pre.dtype), mask=inside)
+
+    args = (pre, *_or_nothing(weight, bias, expert, pre.dtype))
+    return _call(kernel, jax.ShapeDtypeStruct((P, F), pre.dtype), (P,), args, interpret)
+
+
 def hidden_gradient(
     act: Callable[..., Array],
     parts: int,
@@ -116,21 +144,15 @@ def hidden_gradient(
     def kernel(
         pre_ref: Any, d_ref: Any, w_ref: Any, b_ref: Any, e_ref: Any, h_ref: Any, dpre_ref: Any, dw_ref: Any
     ) -> None:
-        r = pl.program_id(0)
+        r = _backwards(pl, P)
         w = w_ref[r]
         dot = jnp.zeros((C,), jnp.float32)
         for c in range(-(-F // C)):
             cols = c * C + jnp.arange(C)
             inside = cols < F
-
-            def read(ref: Any, row: Any, at: Array, inside: Array = inside) -> Array:
-                return triton.load(ref.at[row, at], mask=inside, other=0.0).astype(jnp.float32)
-
-            values = [read(pre_ref, r, p * F + cols) for p in range(parts)]
-            if bias is not None:
-                values = [v + read(b_ref, e_ref[r], p * F + cols) for p, v in enumerate(values)]
+            values = _parts(triton, pre_ref, b_ref, e_ref, bias is not None, r, parts, F, cols, inside)
             h, pull = jax.vjp(act, *values)
-            own = read(d_ref, r, cols)
+            own = triton.load(d_ref.at[r, cols], mask=inside, other=0.0).astype(jnp.float32)
             dot = dot + own * h
             triton.store(h_ref.at[r, cols], (w * h).astype(pre.dtype), mask=inside)
             for p, gradient in enumerate(pull(w * own)):
@@ -142,10 +164,62 @@ def hidden_gradient(
         jax.ShapeDtypeStruct((P, parts * F), pre.dtype),
         jax.ShapeDtypeStruct((P,), jnp.float32),
     ]
-    b = jnp.zeros((1, 1), pre.dtype) if bias is None else bias
-    e = jnp.zeros((1,), jnp.int32) if expert is None else expert
-    h, d_pre, dw = _call(kernel, out, (P,), (pre, d, weight, b, e), interpret)
+    w, b, e = _or_nothing(weight, bias, expert, pre.dtype)
+    h, d_pre, dw = _call(kernel, out, (P,), (pre, d, w, b, e), interpret)
     return h, d_pre, dw
+
+
+def select(
+    ranked: Float[Array, "T E"], K: int, *, interpret: bool = False
+) -> tuple[Int[Array, "T K"], Int[Array, "T K"], Float[Array, "B E"]]:
+    """Picks each token's K highest, the lower index on ties, and counts while it is at it.
+
+    Returns (topk_idx, the number of earlier tokens of the same block that chose the expert too, each block's counts).
+    Every value is finite. Blocks have `block_of(E)` tokens.
+    """
+    pl, triton = _pallas()
+    T, E = ranked.shape
+    B, C = block_of(E), max(16, 1 << (E - 1).bit_length())
+
+    def kernel(z_ref: Any, idx_ref: Any, rank_ref: Any, total_ref: Any) -> None:
+        block = pl.program_id(0)
+        tokens, cols = block * B + jnp.arange(B), jnp.arange(C)[None, :]
+        real = (tokens[:, None] < T) & (cols < E)
+        z = triton.load(z_ref.at[tokens[:, None], cols], mask=real, other=-jnp.inf)
+        free, picks = real, []
+        for _ in range(K):
+            best = jnp.max(jnp.where(free, z, -jnp.inf), axis=1)
+            pick = jnp.min(jnp.where(free & (z == best[:, None]), cols, C), axis=1)
+            free = free & (cols != pick[:, None])
+            picks.append(pick)
+        hit = (real & ~free).astype(jnp.bfloat16)
+        i = jnp.arange(B)
+        before = jnp.dot((i[:, None] > i[None, :]).astype(jnp.bfloat16), hit, preferred_element_type=jnp.float32)
+        for k, pick in enumerate(picks):
+            rank = jnp.sum(jnp.where(cols == pick[:, None], before, 0.0), axis=1).astype(jnp.int32)
+            triton.store(idx_ref.at[tokens, k], pick, mask=tokens < T)
+            triton.store(rank_ref.at[tokens, k], rank, mask=tokens < T)
+        count = jnp.sum(hit.astype(jnp.float32), axis=0).astype(jnp.bfloat16)
+        triton.store(total_ref.at[block, jnp.arange(C)], count, mask=jnp.arange(C) < E)
+
+    blocks = pl.cdiv(T, B)
+    out = [
+        jax.ShapeDtypeStruct((T, K), jnp.int32),
+        jax.ShapeDtypeStruct((T, K), jnp.int32),
+        jax.ShapeDtypeStruct((blocks, E), jnp.bfloat16),
+    ]
+    return tuple(_call(kernel, out, (blocks,), (ranked,), interpret))
+
+
+def block_of(E: int) -> int:
+    """Tokens that one program of `select` holds beside E scores each; a bfloat16 count is exact up to 256."""
+    return max(16, min(128, SCORES // max(16, 1 << (E - 1).bit_length())))
+
+
+SCORES = 8192
+"""Scores one program of `select` holds in registers."""
+MOST_EXPERTS = 512
+"""Of `select`: sixteen tokens are the fewest that a product on tensor cores takes."""
 
 
 def chunk(width: int) -> int:
@@ -154,6 +228,29 @@ def chunk(width: int) -> int:
     if largest >= NARROWEST:
         return min(largest, WIDEST)
     return min(1 << (width - 1).bit_length(), WIDEST)
+
+
+def _backwards(pl: Any, rows: int) -> Any:
+    # Last row first: what the product before this pass wrote last is still in the cache.
+    return rows - 1 - pl.program_id(0)
+
+
+def _parts(
+    triton: Any, pre: Any, bias: Any, expert: Any, biased: bool, r: Any, parts: int, F: int, cols: Array, inside: Array
+) -> list[Array]:
+    def read(ref: Any, row: Any, at: Array) -> Array:
+        return triton.load(ref.at[row, at], mask=inside, other=0.0).astype(jnp.float32)
+
+    values = [read(pre, r, p * F + cols) for p in range(parts)]
+    return [v + read(bias, expert[r], p * F + cols) for p, v in enumerate(values)] if biased else values
+
+
+def _or_nothing(weight: Array | None, bias: Array | None, expert: Array | None, dtype: Any) -> tuple[Array, ...]:
+    return (
+        jnp.zeros((1,), jnp.float32) if weight is None else weight,
+        jnp.zeros((1, 1), dtype) if bias is None else bias,
+        jnp.zeros((1,), jnp.int32) if expert is None else expert,
+    )
 
 
 def _call(kernel: Callable, out: Any, grid: Sequence[int], args: tuple, interpret: bool) -> Any:

@@ -8,9 +8,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ...parity.problem import Losses, Output, Params, Problem, Routing
 from . import rows as move
-from .experts import experts
+from .experts import planned_experts
 from .hidden import hidden
-from .routing import SCORES, choose, logits
+from .routing import SCORES, choose, choose_and_place, logits
 
 
 def layer(
@@ -29,18 +29,18 @@ def layer(
     if mask is not None:
         x = jnp.where(mask[:, None], x, 0)
     x, z = logits(problem, params, x)
-    routing = choose(problem, params, z)
-    if mask is not None:
-        keep = mask[:, None]
+    if mask is None:
+        routing, found = choose_and_place(problem, params, z)
+    else:
+        routing, keep = choose(problem, params, z), mask[:, None]
         routing = Routing(jnp.where(keep, routing.topk_idx, -1), jnp.where(keep, routing.topk_weights, 0.0))
-    y = experts(problem, params, x, routing)
+        found = move.plan(routing.topk_idx, problem.E)
+    y = planned_experts(problem, params, x, routing, found) if problem.T else x
     if problem.experts.shared_F:
         shared = _shared(problem, params, x)
         shared = shared if mask is None else jnp.where(mask[:, None], shared, 0)
         y = (y.astype(jnp.float32) + shared.astype(jnp.float32)).astype(x.dtype)
-    chosen = move.dense(jnp.ones_like(routing.topk_weights), routing.topk_idx, problem.E)
-    sizes = jax.lax.stop_gradient(chosen).sum(axis=0).astype(jnp.int32)
-    return Output(y, _losses(problem, z, chosen, mask, segment_ids), routing, sizes)
+    return Output(y, _losses(problem, z, routing, found, mask, segment_ids), routing, found.group_sizes)
 
 
 def _shared(problem: Problem, params: Params, x: Array) -> Array:
@@ -52,10 +52,9 @@ def _shared(problem: Problem, params: Params, x: Array) -> Array:
 
 
 def _losses(
-    problem: Problem, z: Array, chosen: Float[Array, "T E"], mask: Array | None, segment_ids: Array | None
+    problem: Problem, z: Array, routing: Routing, found: move.Plan, mask: Array | None, segment_ids: Array | None
 ) -> Losses:
     """balance = E / (K n^2) * sum_e c_e * sum_t P_te over n real tokens; sequence: its mean over segments; z: logsumexp^2."""
-    chosen = jax.lax.stop_gradient(chosen)
     real = jnp.ones(problem.T, bool) if mask is None else mask
     score = SCORES[problem.router.score](z)
     prob = score if problem.router.score == "softmax" else score / score.sum(axis=1, keepdims=True)
@@ -65,9 +64,10 @@ def _losses(
     def balance(counts: Array, probs: Array, n: Array) -> Array:
         return problem.E / problem.K * jnp.sum(counts * probs, axis=-1) / jnp.square(jnp.maximum(n, 1.0))
 
-    whole = balance(chosen.sum(axis=0), prob.sum(axis=0), n)
+    whole = balance(found.group_sizes.astype(jnp.float32), prob.sum(axis=0), n)
     sequence = whole
     if segment_ids is not None:
+        chosen = move.dense(jnp.ones(routing.topk_idx.shape, jnp.float32), routing.topk_idx, problem.E)
         segment = jnp.unique(segment_ids, return_inverse=True, size=problem.T)[1]
         sums = [jax.ops.segment_sum(a, segment, problem.T) for a in (chosen, prob, real[:, None].astype(jnp.float32))]
         size = sums[2][:, 0]

@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float
 
 from ...parity.interface import Unsupported
 from ...parity.problem import Params, Problem, Routing
+from . import kernels
 from . import rows as move
 from .support import fused_weights, selection
 
@@ -50,31 +51,58 @@ def logits(problem: Problem, params: Params, x: Float[Array, "T D"]) -> tuple[Fl
 
 
 def choose(problem: Problem, params: Params, z: Float[Array, "T E"]) -> Routing:
-    """The routing at given logits."""
-    router, K, E = problem.router, problem.K, problem.E
-    if not (able := selection(router, K, E)):
+    """The routing at given logits, by TE's kernel."""
+    router, K = problem.router, problem.K
+    if not (able := selection(router, K, problem.E)):
         raise Unsupported(able.reason)
     if problem.T == 0:
         return Routing(jnp.zeros((0, K), jnp.int32), jnp.zeros((0, K), jnp.float32))
-    undefined = jnp.isnan(z)
-    safe = jnp.where(undefined, -FAR, jnp.clip(z, -FAR, FAR))
+    safe = _finite(z)
     if fused_weights(router, K):
         pre = router.score != "softmax" or router.softmax_order == "before"
         probs, chosen = _fused(problem, safe, score=router.score, pre_softmax=pre, scaling=router.scaling)
         topk_idx = move.chosen_ids(chosen, K)
-        weights = move.take(probs, topk_idx)
-    else:
-        score = safe if router.softmax_order == "after" else SCORES[router.score](safe)
-        ranked = score if params.expert_bias is None else score + params.expert_bias
-        _, chosen = _fused(problem, jax.lax.stop_gradient(ranked), score="softmax", pre_softmax=False, scaling=1.0)
-        topk_idx = move.chosen_ids(chosen, K)
-        weights = move.take(score, topk_idx)
-        if router.softmax_order == "after":
-            weights = jax.nn.softmax(weights, axis=1)
-        if router.normalize:
-            weights = weights / (weights.sum(axis=1, keepdims=True) + router.norm_eps)
-        weights = weights * router.scaling
-    return Routing(topk_idx, jnp.where(undefined.any(axis=1, keepdims=True), math.nan, weights))
+        return Routing(topk_idx, _undefined_stays(z, move.take(probs, topk_idx)))
+    score, ranked = _scores(problem, params, safe)
+    _, chosen = _fused(problem, ranked, score="softmax", pre_softmax=False, scaling=1.0)
+    topk_idx = move.chosen_ids(chosen, K)
+    return Routing(topk_idx, _undefined_stays(z, _weights(problem, score, topk_idx)))
+
+
+def choose_and_place(problem: Problem, params: Params, z: Float[Array, "T E"]) -> tuple[Routing, move.Plan]:
+    """`choose` and the rows of its slots; in one kernel, with the lower index on exact ties, where there are no groups."""
+    if not kernels.usable() or problem.router.groups > 1 or problem.E > kernels.MOST_EXPERTS or problem.T == 0:
+        routing = choose(problem, params, z)
+        return routing, move.plan(routing.topk_idx, problem.E)
+    score, ranked = _scores(problem, params, _finite(z))
+    topk_idx, rank, totals = kernels.select(ranked, problem.K)
+    found = move.place(topk_idx, rank, totals, kernels.block_of(problem.E))
+    return Routing(topk_idx, _undefined_stays(z, _weights(problem, score, topk_idx))), found
+
+
+def _finite(z: Array) -> Array:
+    return jnp.where(jnp.isnan(z), -FAR, jnp.clip(z, -FAR, FAR))
+
+
+def _undefined_stays(z: Array, weights: Array) -> Array:
+    return jnp.where(jnp.isnan(z).any(axis=1, keepdims=True), math.nan, weights)
+
+
+def _scores(problem: Problem, params: Params, z: Array) -> tuple[Array, Array]:
+    """(scores, what is ranked)."""
+    score = z if problem.router.softmax_order == "after" else SCORES[problem.router.score](z)
+    ranked = score if params.expert_bias is None else score + params.expert_bias
+    return score, jax.lax.stop_gradient(ranked)
+
+
+def _weights(problem: Problem, score: Array, topk_idx: Array) -> Array:
+    router = problem.router
+    weights = move.take(score, topk_idx)
+    if router.softmax_order == "after":
+        weights = jax.nn.softmax(weights, axis=1)
+    if router.normalize:
+        weights = weights / (weights.sum(axis=1, keepdims=True) + router.norm_eps)
+    return weights * router.scaling
 
 
 def _fused(

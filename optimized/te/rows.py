@@ -41,14 +41,27 @@ def plan(topk_idx: Int[Array, "T K"], experts: int, *, align: int = 1) -> Plan:
     hit = (ids[:, :, None] == jnp.arange(experts, dtype=ids.dtype)).any(axis=1)
     hit = hit.astype(jnp.bfloat16).reshape(blocks, BLOCK, experts)
     inside = jnp.einsum("ij,bje->bie", _earlier(BLOCK), hit, preferred_element_type=jnp.float32)
-    totals = jnp.sum(hit, axis=1, dtype=jnp.float32)
-    before = jnp.einsum("ij,je->ie", _earlier(blocks), totals.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
+    inside = inside.astype(jnp.int32).reshape(blocks * BLOCK, experts)[:T]
+    rank = jnp.take_along_axis(inside, jnp.maximum(topk_idx, 0), axis=1)
+    return place(topk_idx, rank, hit.sum(axis=1, dtype=jnp.float32).astype(jnp.bfloat16), BLOCK, align=align)
 
-    group_sizes = totals.sum(axis=0).astype(jnp.int32)
+
+def place(
+    topk_idx: Int[Array, "T K"],
+    rank: Int[Array, "T K"],
+    totals: Float[Array, "B E"],
+    block: int,
+    *,
+    align: int = 1,
+) -> Plan:
+    """The plan, from each slot's rank inside its block of tokens and each block's counts."""
+    blocks, experts = totals.shape
+    before = jnp.einsum("ij,je->ie", _earlier(blocks), totals, preferred_element_type=jnp.float32).astype(jnp.int32)
+    group_sizes = totals.sum(axis=0, dtype=jnp.float32).astype(jnp.int32)
     room = (group_sizes + (align - 1)) // align * align
-    start = jnp.cumsum(room, dtype=jnp.int32) - room
-    row = (inside + before[:, None, :]).astype(jnp.int32) + start
-    row = jnp.take_along_axis(row.reshape(blocks * BLOCK, experts)[:T], jnp.maximum(topk_idx, 0), axis=1)
+    base = before + (jnp.cumsum(room, dtype=jnp.int32) - room)
+    of_token = jnp.arange(topk_idx.shape[0], dtype=jnp.int32)[:, None] // block
+    row = rank + base.reshape(-1)[of_token * experts + jnp.maximum(topk_idx, 0)]
     return Plan(group_sizes, jnp.where(topk_idx >= 0, row, -1))
 
 
