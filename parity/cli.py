@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import typer
@@ -17,21 +17,47 @@ import typer
 from . import cli_bench, cli_compare, cli_guard, cli_info, cli_ladder, cli_report
 from .problem import InvalidInput
 
-app = typer.Typer(
-    name="dropless",
-    help="Does a dropless Mixture-of-Experts layer agree with the reference, and what does it buy?",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="markdown",
-)
+app = typer.Typer(name="dropless", add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
+
+
+@app.callback(invoke_without_command=True)
+def _help(context: typer.Context) -> None:
+    """Does a dropless Mixture-of-Experts layer agree with the reference, and what does it buy?"""
+    if context.invoked_subcommand is None:
+        print(context.get_help())
 
 
 def main() -> None:
     """Runs the command line."""
-    # XLA's and TensorFlow's C++ start-up chatter would come before the first line of output.
+    # XLA's C++ start-up chatter would come before the first line of output.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    app()
+    try:
+        code = app(standalone_mode=False)
+    except Exception as error:
+        if not hasattr(
+            error, "format_message"
+        ):  # only usage errors have one; whatever else is a bug, with its traceback
+            raise
+        print(f"dropless: {usage_line(error, sys.argv[1:])}", file=sys.stderr)
+        code = 2
+    sys.exit(code)
+
+
+def usage_line(error: Any, arguments: Sequence[str]) -> str:
+    """A usage error in one line that names the value; typer's own message leaves it out."""
+    parameter = getattr(error, "param", None)
+    for name in getattr(parameter, "opts", ()):
+        for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+            given = (
+                following
+                if argument == name
+                else argument[len(name) + 1 :]
+                if argument.startswith(f"{name}=")
+                else None
+            )
+            if given is not None:
+                return f"{name} is {given!r}: {error.message}"
+    return " ".join(error.format_message().split())
 
 
 def command(function: Callable[..., Any]) -> Callable[..., Any]:

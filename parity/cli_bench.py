@@ -50,8 +50,9 @@ def bench(
         calls=tuple(call or ()),
         budget_s=budget,
     )
+    path = write(target, record)
     print_record(record)
-    out().print(f"Record: {write(target, record)}", highlight=False, soft_wrap=True)
+    out().print(f"Record: {path}", highlight=False, soft_wrap=True)
     return 1 if record.disagreements else 0
 
 

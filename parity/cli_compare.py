@@ -85,8 +85,9 @@ def compare(
         from .trace import write_trace
 
         write_trace(save_trace, workload.cases[0].routing)
+    path = write(target, record)
     print_record(record)
-    out().print(f"Record: {write(target, record)}", highlight=False, soft_wrap=True)
+    out().print(f"Record: {path}", highlight=False, soft_wrap=True)
     return 1 if record.disagreements else _ran_something(record)
 
 

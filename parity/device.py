@@ -59,7 +59,7 @@ def environment() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "cores": cores(),
         "flags": {k: v for k in FLAGS if (v := os.environ.get(k))},
-        "matmul_precision": str(jax.config.jax_default_matmul_precision or "default"),
+        "matmul_precision": str(getattr(jax.config, "jax_default_matmul_precision", None) or "default"),
     }
 
 

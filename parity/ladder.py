@@ -137,7 +137,7 @@ RUNGS: tuple[Rung, ...] = (
 
 def shipped() -> list[Record]:
     """Ladder records that come with the package: one reference device each."""
-    folder = resources.files(__package__) / "data"
+    folder = resources.files("dropless.parity") / "data"
     if not folder.is_dir():
         return []
     files = sorted((f for f in folder.iterdir() if f.name.endswith(".json")), key=lambda f: f.name)

@@ -125,13 +125,13 @@ def _cases(r: Request, problem: Problem, x: Any, trace: Routing | None, variants
         made = [make_case(problem, seed=r.seed + v, routing=_rolled(trace, v), x=x) for v in range(variants)]
         source = f"trace {r.trace.name}" if r.trace else "trace"
     elif r.text:
-        from .text import text_tokens
+        from .text import text_note, text_tokens
 
         made = []
         for v in range(variants):
             rows: Any = text_tokens(problem, list(r.text), seed=r.seed, offset=v * problem.T)
             made.append(make_case(problem, seed=r.seed, pattern=None, x=rows))
-        source = "text " + ", ".join(p.name for p in r.text)
+        source = f"text {', '.join(p.name for p in r.text)}, {text_note(list(r.text), problem.T)}"
     else:
         skew = r.skew or "zipf"
         made = [make_case(problem, seed=r.seed + v, pattern=skew, exponent=r.exponent, x=x) for v in range(variants)]
