@@ -94,7 +94,7 @@ def feasible_pairs() -> tuple[Pair, ...]:
     sizes: tuple[str, ...] = ("E", "K", "D", "F", "groups")
     others = [name for name in FACTORS if name not in sizes]
     for levels in itertools.product(*(FACTORS[name] for name in sizes)):
-        row = dict(zip(sizes, levels, strict=True))
+        row: dict[str, Any] = dict(zip(sizes, levels, strict=True))
         if _valid(_PLAIN | row):
             found.update(dict.fromkeys(_pairs(row)))
     # The other settings and the sizes do not constrain each other.
