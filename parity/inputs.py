@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from .draws import NUMPY_DTYPES, normals, stream
-from .margins import MarginInputs, choose, margin_inputs, tie_pairs
+from .margins import MarginInputs, choose, margin_inputs, tie_pairs, within_groups
 from .params import make_params
 from .patterns import routing_ids
 from .problem import InvalidInput, Params, Problem, Routing
@@ -67,24 +67,29 @@ def make_case(
     mask: Bool[np.ndarray, " T"] | None = None,
     segment_ids: Int[np.ndarray, " T"] | None = None,
     live: bool = False,
+    params: Params | None = None,
     pre_rms: float | None = None,
 ) -> Case:
     """A case whose routing is drawn from a named pattern, or given as a `Routing` or as ids; weights are random.
 
     pattern None takes the ids that an exact router chooses on x. live=True builds x, gate_kernel and biases for which
-    a layer's own router chooses the drawn ids, with a margin (`margin_inputs`; not together with x). Without it the
-    router's choice on x has nothing to do with the drawn ids. A masked token is routed nowhere.
+    a layer's own router chooses the drawn ids, with a margin (`margin_inputs`; not together with x); ids drawn from a
+    pattern are first brought within the router's groups. Without it the router's choice on x has nothing to do with the
+    drawn ids. Given `params` are used as they are, gate kernel included. A masked token is routed nowhere.
     Raises InvalidInput when the pattern, the given arrays or the margin cannot be had at this problem.
     """
-    params = make_params(problem, seed, pre_rms=pre_rms)
+    given = params is not None
+    params = params if given else make_params(problem, seed, pre_rms=pre_rms)
     tokens = make_x(problem, seed) if x is None else _given_x(problem, x)
     ids, label = _ids(problem, params, tokens, seed, pattern, routing, exponent)
     if live:
         if x is not None:
             raise InvalidInput("live inputs were asked for together with x; accepted: one of the two")
-        made = margin_inputs(problem, ids, seed, params=params)
-        tokens, params, label = made.x, made.params(params), f"{label}, live"
-    elif pattern == "ties" and routing is None:
+        if routing is None:
+            ids = within_groups(problem, ids, seed)
+        made = margin_inputs(problem, ids, seed, params=params, keep_kernel=given)
+        tokens, params = made.x, params if given else made.params(params)
+    elif pattern == "ties" and routing is None and not given:
         params = tie_pairs(params)
     if mask is not None:
         mask = _per_token(problem, "mask", mask).astype(bool)

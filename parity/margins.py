@@ -38,24 +38,32 @@ class MarginInputs(NamedTuple):
 
 
 def margin_inputs(
-    problem: Problem, topk_idx: Int[np.ndarray, "T K"], seed: int = 0, *, params: Params | None = None
+    problem: Problem,
+    topk_idx: Int[np.ndarray, "T K"],
+    seed: int = 0,
+    *,
+    params: Params | None = None,
+    keep_kernel: bool = False,
 ) -> MarginInputs:
     """(x, gate_kernel, biases) for which an honest router chooses exactly `topk_idx`, in any order of slots.
 
-    Biases are those of `params`, else drawn. Needs D at least as large as E, or as the number of distinct sets of
-    experts. Raises InvalidInput when an id is -1, when a token's experts lie in more groups than stay eligible, when D
-    is too small, or when no contrast of the logits gives every token a margin above the error bound.
+    Biases are those of `params`, else drawn; with `keep_kernel` the gate kernel is that of `params` too, and only x is
+    built. Needs D at least as large as E, or, with a kernel of its own, as the number of distinct sets of experts.
+    Raises InvalidInput when an id is -1, when a token's experts lie in more groups than stay eligible, when D is too
+    small, or when no contrast of the logits gives every token a margin above the error bound.
     """
     ids = np.sort(np.asarray(topk_idx), axis=1)
     _check_wanted(problem, ids)
+    kept = None
     if params is None:
         gate_bias, expert_bias = router_biases(problem, seed)
     else:
         gate_bias = None if params.gate_bias is None else np.asarray(params.gate_bias)
         expert_bias = None if params.expert_bias is None else np.asarray(params.expert_bias)
+        kept = np.asarray(params.gate_kernel) if keep_kernel else None
     worst, best = 0, 0.0
     for contrast in (2.0, 4.0, 8.0):
-        x, kernel = _place(problem, ids, gate_bias, contrast, seed)
+        x, kernel = _place(problem, ids, gate_bias, kept, contrast, seed)
         margins = _margins(problem, ids, x, kernel, gate_bias, expert_bias)
         least = float(margins.min(initial=np.inf))
         if least > 1:
@@ -64,7 +72,7 @@ def margin_inputs(
             worst, best = int(margins.argmin()), least
     raise InvalidInput(
         f"token {worst} wants experts {ids[worst].tolist()} but its margin reaches {best:.2g} of the logits' error bound; "
-        "accepted: a smaller expert_bias, or a wanted set that the router can choose"
+        "accepted: a smaller expert_bias, or a set that the router can choose"
     )
 
 
@@ -77,6 +85,30 @@ def choose(problem: Problem, params: Params, x: Float[Array | np.ndarray, "T D"]
         ranked = _biased(problem, logits, params.expert_bias)
         ranked = np.where(_eligible(problem, ranked), ranked, -np.inf)
     return np.argsort(-ranked, axis=1, kind="stable")[:, : problem.K].astype(np.int32)
+
+
+def within_groups(problem: Problem, topk_idx: Int[np.ndarray, "T K"], seed: int = 0) -> Int[np.ndarray, "T K"]:
+    """Ids that a group-limited router can choose: each token keeps its experts in the `group_topk` groups it hits most.
+
+    Experts of other groups are replaced by further ones of the kept groups, in proportion to the batch's loads, so
+    that the skew stays. Without groups the ids come back as they are.
+    """
+    r, (T, K) = problem.router, topk_idx.shape
+    if r.groups == 1 or T == 0:
+        return topk_idx
+    size = problem.E // r.groups
+    chosen = np.zeros((T, problem.E), bool)
+    np.put_along_axis(chosen, topk_idx, True, axis=1)
+    hits = chosen.reshape(T, r.groups, size).sum(axis=2)
+    # Of groups that are hit equally often the busier ones stay: the lower index would add a skew of its own.
+    kept = np.argsort(-hits - hits.sum(axis=0) / (hits.sum() + 1), axis=1, kind="stable")[:, : r.group_topk]
+    eligible = np.zeros((T, r.groups), bool)
+    np.put_along_axis(eligible, kept, True, axis=1)
+    eligible = np.repeat(eligible, size, axis=1)
+    # The K largest keys: the token's own experts first, then draws without replacement.
+    keys = np.log(chosen.sum(axis=0) + 1e-3) + stream(seed, "within groups").gumbel(size=chosen.shape)
+    keys = np.where(eligible, np.where(chosen, np.inf, keys), -np.inf)
+    return np.argsort(-keys, axis=1, kind="stable")[:, :K].astype(np.int32)
 
 
 def tie_pairs(params: Params) -> Params:
@@ -111,19 +143,22 @@ def _check_wanted(problem: Problem, ids: np.ndarray) -> None:
 
 
 def _place(
-    problem: Problem, ids: np.ndarray, gate_bias: np.ndarray | None, contrast: float, seed: int
+    problem: Problem,
+    ids: np.ndarray,
+    gate_bias: np.ndarray | None,
+    kept: np.ndarray | None,
+    contrast: float,
+    seed: int,
 ) -> tuple[np.ndarray, np.ndarray]:
     """x and gate_kernel whose logits are `contrast` or more for wanted experts and about 0 for the others."""
     T, D, E, K = problem.T, problem.D, problem.E, problem.K
+    rows, of_token = ids, np.arange(T)
     if E > D and T > D:
         rows, of_token = np.unique(ids, axis=0, return_inverse=True)
         of_token = of_token.reshape(-1)
-    else:
-        rows, of_token = ids, np.arange(T)
-    if len(rows) > D and E > D:
-        raise InvalidInput(
-            f"D is {D} for {E} experts and {len(rows)} distinct sets; accepted: D at least {min(E, len(rows))}"
-        )
+    if E > D and (len(rows) > D or kept is not None):
+        least = E if kept is not None else min(E, len(rows))
+        raise InvalidInput(f"D is {D} for {E} experts and {len(rows)} distinct sets; accepted: D at least {least}")
     rng = stream(seed, "margin")
     logits = rng.uniform(-0.5, 0.5, (len(rows), E))
     levels = contrast + (rng.permuted(np.tile(np.arange(K), (len(rows), 1)), axis=1) + 0.5) / K
@@ -131,16 +166,17 @@ def _place(
     if gate_bias is not None:
         logits = logits - gate_bias.astype(np.float64)
     if E <= D:
-        basis = _orthonormal(rng, D, E)
-        noise = rng.standard_normal((len(rows), D))
-        x = noise + (logits - noise @ basis) @ basis.T
-        kernel = basis
-    else:
-        basis = _orthonormal(rng, D, len(rows))
-        x = basis.T * np.sqrt(D)
-        noise = rng.standard_normal((D, E)) / np.sqrt(D)
-        kernel = noise + basis @ (logits / np.sqrt(D) - basis.T @ noise)
-    x, kernel = x[of_token], kernel
+        # Any x whose part in the span of the kernel's columns gives the logits; the rest of x is free.
+        if kept is None:
+            kept = _settle(problem, _orthonormal(stream(seed, "margin.basis"), D, E), "kernel", 13, seed)
+        wide = kept.astype(np.float64)
+        noise = rng.standard_normal((T, D))
+        x = noise + np.linalg.solve(wide.T @ wide, (logits - noise @ wide).T).T @ wide.T
+        return _settle(problem, x, "x", 7, seed), kept
+    basis = _orthonormal(rng, D, len(rows))
+    noise = rng.standard_normal((D, E)) / np.sqrt(D)
+    kernel = noise + basis @ (logits / np.sqrt(D) - basis.T @ noise)
+    x = (basis.T * np.sqrt(D))[of_token]
     return _settle(problem, x, "x", 7, seed), _settle(problem, kernel, "kernel", 13, seed)
 
 

@@ -9,7 +9,7 @@ from dropless.parity.adapters import check_params
 from dropless.parity.covering import tiny_problems
 from dropless.parity.draws import normals
 from dropless.parity.inputs import make_case, make_params, make_weights, make_x, margin_inputs
-from dropless.parity.margins import choose
+from dropless.parity.margins import choose, within_groups
 from dropless.parity.patterns import PATTERNS, routing_ids
 from dropless.parity.problem import DTYPES, SCORES, Clamp, Experts, InvalidInput, Problem, Router, Routing
 
@@ -46,7 +46,7 @@ def test_a_seed_gives_these_bits():
     assert bits(*(routing_ids(name, 512, 8, 128, seed=7) for name in PATTERNS)) == IDS_BITS
 
 
-PARAMS_BITS, CASE_BITS, MARGIN_BITS, IDS_BITS = 3166716699, 175305378, 3441158180, 1950302253
+PARAMS_BITS, CASE_BITS, MARGIN_BITS, IDS_BITS = 3166716699, 175305378, 2855354860, 1950302253
 
 
 def test_seeds_differ_and_a_shape_does_not_disturb_other_tensors():
@@ -222,6 +222,32 @@ def test_margin_inputs_hold_with_groups():
 def test_margin_inputs_decline_clearly(ids, changes, message):
     with pytest.raises(InvalidInput, match=message):
         margin_inputs(FULL.replace(T=5, **changes), np.array(ids))
+
+
+def test_variants_share_the_first_ones_parameters():
+    problem = Problem(T=48, K=2, E=16, D=33, F=8, dtype="bfloat16", router=Router(gate_bias=True))
+    first = make_case(problem, seed=0, live=True)
+    second = make_case(problem, seed=1, live=True, params=first.params)
+    assert second.params is first.params and not np.array_equal(first.x, second.x)
+    for case in (first, second):
+        wanted = np.sort(np.asarray(case.routing.topk_idx), axis=1)
+        assert np.array_equal(chosen(problem, case.params, case.x), wanted)
+    with pytest.raises(InvalidInput, match=r"D is 8 for 16 experts and .* distinct sets; accepted: D at least 16"):
+        margin_inputs(problem.replace(D=8), wanted, params=make_params(problem.replace(D=8)), keep_kernel=True)
+
+
+def test_ids_are_brought_within_the_groups_and_keep_their_skew():
+    problem = FULL.replace(T=500)
+    ids = routing_ids("zipf", 500, 3, 12)
+    moved = within_groups(problem, ids)
+    assert (np.array([len(set(row // 3)) for row in moved]) <= 2).all()
+    assert all(len(set(row)) == 3 for row in moved.tolist())
+    fits = np.array([len(set(row // 3)) <= 2 for row in ids])
+    assert 0 < fits.sum() < 500
+    assert np.array_equal(np.sort(moved[fits], axis=1), np.sort(ids[fits], axis=1))
+    before, after = (np.bincount(a.ravel(), minlength=12) for a in (ids, moved))
+    assert before.argmax() == after.argmax() and np.ptp(after) >= np.ptp(before)
+    assert within_groups(SMALL, ids) is ids
 
 
 def test_margin_inputs_decline_a_bias_that_no_score_can_beat():
