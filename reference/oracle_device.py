@@ -402,7 +402,8 @@ def _collect(problem: Problem, pieces: Iterator[Piece]) -> dict[str, Judged]:
     whole: dict[str, Judged] = {}
     parts: dict[str, list[Judged]] = {}
     for name, e, j in pieces:
-        host = Judged(np.asarray(j.value), np.asarray(j.gauge), int(j.kinks), j.dof)
+        dof = None if j.dof is None else np.asarray(j.dof)
+        host = Judged(np.asarray(j.value), np.asarray(j.gauge), int(j.kinks), dof)
         if e is None:
             whole[name] = host
         else:

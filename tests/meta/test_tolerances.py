@@ -1,0 +1,105 @@
+"""The bars: monotone, tied to their derivations, and complete as a table; a sample of honest layers stays below them."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from dropless.parity import tolerances
+from dropless.parity.problem import DTYPES, Problem
+from dropless.parity.tolerances import COUNT, ELEMENT_BAR, ROUNDINGS, bar_table, row_bar, underflow, unit_roundoff
+from dropless.reference.oracle_gauge import Noise
+
+HEADROOM = 0.6
+"""The share of the element bar that honest layers may use."""
+
+
+def load(name: str):
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_row_bars_fall_with_width_and_stay_from_64():
+    bars = [float(row_bar(width)) for width in range(1, 200)]
+    assert all(a >= b for a, b in zip(bars, bars[1:], strict=False))
+    assert bars[0] < ELEMENT_BAR and bars[32] > bars[63] == bars[-1]
+    assert np.array_equal(row_bar(np.array([1.0, 64.0, 1e9])), [row_bar(1), row_bar(64), row_bar(64)])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scalar"), [("bfloat16", ml_dtypes.bfloat16), ("float16", np.float16), ("float32", np.float32)]
+)
+def test_unit_roundoffs_and_underflow_are_those_of_the_dtypes(dtype, scalar):
+    info = ml_dtypes.finfo(scalar)
+    assert unit_roundoff(dtype) == float(info.eps) / 2
+    if dtype == "float16":
+        assert underflow(dtype) == float(info.smallest_subnormal) / 2
+    else:
+        assert underflow(dtype) == float(info.tiny)
+    assert set(DTYPES) == {"bfloat16", "float16", "float32"}
+
+
+def test_tf32_is_looser_than_float32_and_a_gauge_grows_with_depth_and_roundoff():
+    assert unit_roundoff("float32", "tf32") > unit_roundoff("float32")
+    assert unit_roundoff("bfloat16", "tf32") == unit_roundoff("bfloat16")
+    noises = [Noise(Problem(T=1, K=1, E=1, D=1, F=1, dtype=d)) for d in ("float32", "float16", "bfloat16")]
+    rounded = [noise.rounded("h", 1.0) for noise in noises]
+    assert rounded == sorted(rounded)
+    for noise in noises:
+        depths = [noise.per_square(n) + noise.per_total(n) for n in (1, 2, 16, 4096)]
+        assert depths == sorted(depths)
+        sums = [noise.partial_sums(n, 1.0, 1.0) for n in (2, 3, 8, 64)]
+        assert sums == sorted(sums)
+
+
+def test_partial_sums_are_the_mean_over_all_orders():
+    """Of sum_j s_j^2 over the partial sums that an addition rounds, j = 2 .. n."""
+    from itertools import permutations
+
+    terms = np.array([3.0, -1.0, 0.5, 2.0])
+    means = [np.mean([(np.cumsum(p)[1:] ** 2).sum() for p in permutations(terms[:n])]) for n in range(1, 5)]
+    noise = Noise(Problem(T=1, K=1, E=1, D=1, F=1, dtype="bfloat16"))
+    for n, mean in enumerate(means, 1):
+        got = noise.partial_sums(n, terms[:n].sum(), (terms[:n] ** 2).sum()) / noise.u2
+        assert abs(got - mean) <= np.finfo(float).eps * n * (terms**2).sum() * n
+
+
+def test_the_table_lists_every_rounding_once_and_every_row_says_why():
+    names = [r.name for r in ROUNDINGS]
+    assert len(names) == len(set(names)) and set(COUNT) == set(names)
+    rows = bar_table()
+    assert all(row.name and row.value and row.because for row in rows)
+    assert len(rows) > len(ROUNDINGS)
+
+
+def test_every_rounding_of_the_table_is_read_by_the_gauge():
+    folder = Path(tolerances.__file__).parent.parent / "reference"
+    text = "".join(path.read_text() for path in folder.glob("oracle*.py"))
+    for name in COUNT:
+        assert f'"{name}"' in text, name
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_honest_layers_use_at_most_sixty_percent_of_the_bar(dtype):
+    """A sample; calibrate.py measures a thousand problems a dtype and records them."""
+    measured = load("calibrate").measure(dtype, 25, seed=11)
+    for tensor, lines in measured["tensors"].items():
+        assert max(lines["element"]) / 100 <= HEADROOM, tensor
+
+
+def test_recorded_calibration_is_within_the_bars():
+    import json
+
+    record = json.loads((Path(__file__).parent / "recorded" / "gauge.json").read_text())
+    assert record["element_bar"] == ELEMENT_BAR
+    for dtype in DTYPES:
+        part = record["percent_of_bar"][dtype]
+        assert part["problems"] >= 1000 and part["beyond_clamp_percent"] >= 5
+        for lines in part["tensors"].values():
+            assert max(lines["element"]) / 100 <= HEADROOM
+            assert max(lines.get("row", [0])) <= 100
