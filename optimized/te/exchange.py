@@ -77,7 +77,7 @@ def ep_combine(problem: Problem, rows: Float[Array, "W P D"], state: ExchangeSta
     if problem.experts.weight_placement == "late":
         rows = (rows.astype(jnp.float32) * state.row_weights[..., None]).astype(rows.dtype)
     spec = (*by_token(problem.mesh), None, None)
-    return combine(config(problem), state.handle, state.padded_sizes, rows, state.tokens, spec)
+    return split(problem, combine(config(problem), state.handle, state.padded_sizes, rows, state.tokens, spec))[0]
 
 
 def on_ranks(problem: Problem, W: int, t: int) -> Problem:
@@ -94,7 +94,11 @@ def config(problem: Problem) -> Any:
 
 
 def split(problem: Problem, *arrays: Array) -> tuple[Array, ...]:
-    """The arrays, pinned so that each rank holds its own tokens: TE reads a rank's share from the sharding."""
+    """The arrays, pinned so that each rank holds its own tokens: TE reads a rank's share from the sharding.
+
+    Results of an exchange are pinned too. TE runs an exchange as an asynchronous region; when a caller wants its result
+    whole, XLA gathers it inside that region, and its latency-hiding scheduler finds no order for two collectives there.
+    """
     assert problem.mesh is not None
     sharding = NamedSharding(device_mesh(problem.mesh), by_token(problem.mesh))
     return tuple(jax.lax.with_sharding_constraint(a, sharding) for a in arrays)

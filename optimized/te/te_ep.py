@@ -75,7 +75,7 @@ def _forward(problem: Problem, kernels: tuple, x: Array, weights: Array, topk_id
     pre, out = _per_rank(problem, _local_forward, 2)(
         (rows, row_weights, padded, real), {"wi": wi, "wo": wo, "wi_bias": wi_bias}
     )
-    y = tex.ep_combine_fwd(cfg, handle, out, x.shape[:2], _spec(problem))
+    (y,) = split(problem, tex.ep_combine_fwd(cfg, handle, out, x.shape[:2], _spec(problem)))
     if wo_bias is not None:
         y = (y.astype(jnp.float32) + _weighted_bias(problem, weights, topk_idx, wo_bias)).astype(x.dtype)
     saved = (kernels, weights, topk_idx, handle, padded, real, rows, row_weights, pre)
@@ -94,6 +94,7 @@ def _backward(problem: Problem, saved: Any, cotangents: tuple) -> tuple:
     dx, d_weights = tex.ep_dispatch_bwd(
         cfg, handle, dx_rows, dot, num_local_tokens=dy.shape[:2], out_partition_spec=_spec(problem)
     )
+    dx, d_weights = split(problem, dx, d_weights)
     d_wo_bias = None
     if wo_bias is not None:
         flat, ids = dy.reshape(-1, problem.D), topk_idx.reshape(-1, problem.K)
