@@ -14,7 +14,7 @@ from typing import Any
 
 import typer
 
-from . import cli_bench, cli_compare, cli_guard, cli_info, cli_ladder, cli_report
+from . import check_command, cli_bench, cli_compare, cli_guard, cli_info, cli_ladder, cli_report
 from .problem import InvalidInput
 
 app = typer.Typer(name="dropless", add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
@@ -83,6 +83,7 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
 
 for _function in (
     cli_compare.compare,
+    check_command.check_,
     cli_info.list_,
     cli_info.doctor,
     cli_info.bars,

@@ -7,6 +7,7 @@ import json
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 
 from . import registry
 from .device import describe, environment
@@ -90,12 +91,11 @@ def bars(as_json: JSON = False) -> int:
     """The bars that decide "agree", and the roundings behind them, each with its derivation."""
     rows = importlib.import_module(".tolerances", __package__).bar_table()
     if as_json:
-        print(json.dumps([dict(r) for r in rows], indent=1))
+        print(json.dumps([r._asdict() for r in rows], indent=1))
         return 0
-    columns = list(rows[0])
-    t = table(*columns, title="Bars: |error| / gauge, and what the gauge counts")
-    for r in rows:
-        t.add_row(*(str(r[c]) for c in columns))
+    t = table("name", "value", "because", title="Bars: |error| / gauge, and what the gauge counts")
+    for row in rows:
+        t.add_row(*(escape(cell) for cell in row))
     out().print(t)
     return 0
 

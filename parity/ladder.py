@@ -136,12 +136,12 @@ RUNGS: tuple[Rung, ...] = (
 
 
 def shipped() -> list[Record]:
-    """Ladder records that come with the package: one reference device each."""
+    """Ladder records that come with the package, data/ladder-DEVICE.json: one for each reference device."""
     folder = resources.files("dropless.parity") / "data"
     if not folder.is_dir():
         return []
-    files = sorted((f for f in folder.iterdir() if f.name.endswith(".json")), key=lambda f: f.name)
-    return [r for f in files if (r := loads(f.read_text(encoding="utf-8"), f.name)).kind == "ladder"]
+    files = sorted((f for f in folder.iterdir() if f.name.startswith("ladder-")), key=lambda f: f.name)
+    return [loads(f.read_text(encoding="utf-8"), f.name) for f in files]
 
 
 def rows(record: Record, case: CaseRecord) -> list[dict[str, Any]]:

@@ -137,8 +137,9 @@ def _judge_first(s: _Subject, cases: Sequence[Case], options: Options) -> None:
             got = call(0)
             result.findings += stage_findings(what, call, case, 0, got, options.oracle)
         judged_layer = any(w.startswith("layer") for w in s.calls)
-        drops = "drops" in implementation.traits
-        if options.layer and not judged_layer and not drops and implementation.offers("layer"):
+        # A layer around experts that already disagree would only say so again, at the price of another compilation.
+        worth = all(f.ok for f in result.findings) and "drops" not in implementation.traits
+        if options.layer and not judged_layer and worth and implementation.offers("layer"):
             found = layer_findings(implementation, case, oracle=options.oracle, grad=options.grad)
             result.findings += [to_record(f, "layer") for f in found]
     except Unsupported as error:
