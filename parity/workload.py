@@ -134,7 +134,12 @@ def _cases(r: Request, problem: Problem, x: Any, trace: Routing | None, variants
         source = f"text {', '.join(p.name for p in r.text)}, {text_note(list(r.text), problem.T)}"
     else:
         skew = r.skew or "zipf"
-        made = [make_case(problem, seed=r.seed + v, pattern=skew, exponent=r.exponent, x=x) for v in range(variants)]
+        # The router of a whole layer should meet the skew too, where x and the gate can be built so.
+        live = x is None and problem.E <= problem.D and skew != "ties"
+        made = [make_case(problem, seed=r.seed, pattern=skew, exponent=r.exponent, x=x, live=live)]
+        for v in range(1, variants):
+            seed, params = r.seed + v, made[0].params
+            made.append(make_case(problem, seed=seed, pattern=skew, exponent=r.exponent, x=x, live=live, params=params))
         source = made[0].label
     return same_params(made), source
 
