@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import jax
+import numpy as np
 import typer
 
+from . import launch
 from . import options as o
 from .problem import InvalidInput
 from .records import Record, new_record, write
 from .tables import print_record
 from .terminal import out, progress
+
+if TYPE_CHECKING:
+    from .workload import Workload
+
+
+ROUNDS = 10
+"""Timed repetitions of each call when several processes must agree on their number."""
 
 
 def compare(
@@ -32,6 +43,11 @@ def compare(
     dtype: o.DTYPE = None,
     precision: o.PRECISION = "highest",
     ep: o.EP = None,
+    ranks_per_node: o.RANKS_PER_NODE = None,
+    coordinator: o.COORDINATOR = None,
+    processes: o.PROCESSES = None,
+    process: o.PROCESS = None,
+    limit: o.LIMIT = launch.LIMIT,
     impl: o.IMPL = None,
     grad: Annotated[bool, typer.Option(help="Compare and time gradients too.")] = True,
     timing: Annotated[bool, typer.Option(help="Time what agreed.")] = True,
@@ -48,47 +64,54 @@ def compare(
     asked = {k: v for k, v in locals().items() if k in o.RECORDED and v not in (None, [], ())}
     target = o.record_path(out_, "dropless")
     o.check_writable(save_trace)
-    o.start_devices(ep)
-    workload = build(
-        Request(
-            preset=preset,
-            full=full,
-            tokens=tokens,
-            experts=experts,
-            topk=topk,
-            width=width,
-            expert_width=expert_width,
-            groups=groups,
-            skew=skew,
-            exponent=exponent,
-            text=text or [],
-            trace=trace,
-            x=x,
-            dtype=dtype,
-            precision=precision,
-            ep=ep,
-            seed=seed,
+    with launch.joined(coordinator, processes, process, limit) as several:
+        o.start_devices(ep, (processes or ep or 1) if several else 1)
+        # What a process decides by its own clock would differ between them, and one of them would wait for ever.
+        alike: dict[str, Any] = {"rounds": ROUNDS, "step_limit_s": math.inf} if several else {}
+        workload = build(
+            Request(
+                preset=preset,
+                full=full,
+                tokens=tokens,
+                experts=experts,
+                topk=topk,
+                width=width,
+                expert_width=expert_width,
+                groups=groups,
+                skew=skew,
+                exponent=exponent,
+                text=text or [],
+                trace=trace,
+                x=x,
+                dtype=dtype,
+                precision=precision,
+                ep=ep,
+                seed=seed,
+            )
         )
-    )
-    implementations = o.implementations(impl, ep)
-    if workload.nan_rows and grad:
-        out().print("x holds NaN: gradients are left out, since NaN reaches every gradient.", style="yellow")
-        grad = False
-    record = new_record("compare", seed=seed, command=_plain(asked))
-    with progress(3 * len(implementations) + 1, "oracle") as step:
-        case = run_case(
-            workload.cases, implementations, Options(grad=grad, layer=workload.layer, timing=timing, step=step)
-        )
-    case.label, case.source = workload.label, workload.source
-    record.cases.append(case)
-    if save_trace is not None:
-        from .trace import write_trace
+        moved = _traffic(workload, ep, ranks_per_node)
+        implementations = o.implementations(impl, ep)
+        if workload.nan_rows and grad:
+            out().print("x holds NaN: gradients are left out, since NaN reaches every gradient.", style="yellow")
+            grad = False
+        record = new_record("compare", seed=seed, command=_plain(asked))
+        with progress(3 * len(implementations) + 1, "oracle") as step:
+            case = run_case(
+                workload.cases,
+                implementations,
+                Options(grad=grad, layer=workload.layer, timing=timing, step=step, **alike),
+            )
+        case.label, case.source = workload.label, workload.source
+        case.traffic = moved
+        record.cases.append(case)
+        if save_trace is not None and jax.process_index() == 0:
+            from .trace import write_trace
 
-        write_trace(save_trace, workload.cases[0].routing)
-    path = write(target, record)
-    print_record(record)
-    out().print(f"Record: {path}", highlight=False, soft_wrap=True)
-    return 1 if record.disagreements else _ran_something(record)
+            write_trace(save_trace, workload.cases[0].routing)
+        path = write(target, record) if jax.process_index() == 0 else target
+        print_record(record)
+        out().print(f"Record: {path}", highlight=False, soft_wrap=True)
+        return 1 if record.disagreements else _ran_something(record)
 
 
 def _ran_something(record: Record) -> int:
@@ -97,6 +120,17 @@ def _ran_something(record: Record) -> int:
     if results and all(r.verdict == "cannot run" for r in results):
         raise InvalidInput(f"nothing that was asked for can run here: {results[0].implementation}: {results[0].reason}")
     return 0
+
+
+def _traffic(workload: Workload, ep: int | None, ranks_per_node: int | None) -> dict[str, Any]:
+    """What one dispatch of the judged routing moves between --ep ranks; empty without."""
+    if ep is None:
+        if ranks_per_node is not None:
+            raise InvalidInput(f"--ranks-per-node is {ranks_per_node} without --ep; accepted: both or neither")
+        return {}
+    from .traffic import traffic
+
+    return traffic(workload.problem, np.asarray(workload.cases[0].routing.topk_idx), ep, ranks_per_node).to_json()
 
 
 def _plain(asked: dict[str, Any]) -> dict[str, Any]:

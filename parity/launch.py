@@ -18,7 +18,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -39,17 +39,17 @@ class RankFailed(RuntimeError):
     """A rank raised, died or hung; the message begins with one line that says which, then its own output."""
 
 
-def start_devices(count: int) -> None:
+def start_devices(count: int, processes: int = 1) -> None:
     """Makes sure that `count` devices are here: virtual ones without a GPU, if JAX has not started yet.
 
-    Raises InvalidInput, with both numbers, when there are fewer.
+    Of `processes` processes each brings its share. Raises InvalidInput, with both numbers, when there are fewer.
     """
     if count < 1:
         raise InvalidInput(f"--ep is {count}; accepted: 1 or more ranks")
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         try:
-            if jax.config.jax_num_cpu_devices < count:
-                jax.config.update("jax_num_cpu_devices", count)
+            if jax.config.values["jax_num_cpu_devices"] < -(-count // processes):
+                jax.config.update("jax_num_cpu_devices", -(-count // processes))
         except RuntimeError:  # JAX has started: the count below decides
             pass
     here = jax.device_count()
@@ -78,8 +78,6 @@ def join(coordinator: str | None = None, processes: int | None = None, process: 
         return False
     if process is not None and not 0 <= process < (processes or 0):
         raise InvalidInput(f"process is {process} of {processes}; accepted: 0 to {(processes or 0) - 1}")
-    if jax.config.jax_platforms == "cpu":
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(
         coordinator_address=coordinator,
         num_processes=processes,
@@ -106,21 +104,46 @@ def to_host(tree: Any) -> Any:
 
 
 @contextmanager
+def joined(
+    coordinator: str | None = None, processes: int | None = None, process: int | None = None, limit: float = LIMIT
+) -> Iterator[bool]:
+    """Runs the body as one of several processes, if it is one (`join`), under `watched`; only the first one prints."""
+    if not join(coordinator, processes, process):
+        yield False
+        return
+    with watched(limit), ExitStack() as stack:
+        if jax.process_index():
+            silence = stack.enter_context(open(os.devnull, "w"))
+            stack.enter_context(redirect_stdout(silence))
+            stack.enter_context(redirect_stderr(silence))
+        yield True
+    jax.distributed.shutdown()
+
+
+@contextmanager
 def watched(limit: float = LIMIT) -> Iterator[None]:
     """Ends this process with a traceback when the body raises or takes longer than `limit` seconds.
 
-    It does not wait for the other ranks, which would wait for it: they see its silence and end too. Alone, an exception
-    passes through.
+    It does not wait for the other ranks, which would wait for it: they see its silence and end too. Bad input is one
+    line and exit 2. Alone, an exception passes through.
     """
-    faulthandler.dump_traceback_later(limit, exit=True, file=sys.__stderr__)
+    if limit <= 0:
+        raise InvalidInput(f"the limit is {limit:g} s; accepted: above 0")
+    faulthandler.dump_traceback_later(limit, exit=True, file=sys.__stderr__ or sys.stderr)
     try:
         yield
-    except BaseException:
+    except BaseException as error:
         if jax.process_count() == 1:
             raise
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
+        if isinstance(error, InvalidInput):
+            print(f"dropless: {error}", file=sys.__stderr__)
+        else:
+            print(f"process {jax.process_index()} of {jax.process_count()} failed:", file=sys.__stderr__)
+            traceback.print_exc(file=sys.__stderr__)
+        for stream in (sys.__stdout__, sys.__stderr__):
+            if stream is not None:
+                stream.flush()
+        os._exit(2 if isinstance(error, InvalidInput) else 1)
     finally:
         faulthandler.cancel_dump_traceback_later()
 

@@ -37,6 +37,18 @@ X = Annotated[Path | None, typer.Option("--x", help="An .npy with tokens [T, D].
 DTYPE = Annotated[str | None, typer.Option(help="bfloat16, float16 or float32. [default: float32, bfloat16 on a GPU]")]
 PRECISION = Annotated[str, typer.Option(help="Of float32 products: highest or tf32.")]
 EP = Annotated[int | None, typer.Option(help="Expert-parallel ranks; virtual devices without a GPU.")]
+RANKS_PER_NODE = Annotated[
+    int | None, typer.Option(help="Expert-parallel ranks of one node, for the traffic. [default: 8, or all]")
+]
+COORDINATOR = Annotated[
+    str | None,
+    typer.Option(
+        help="host:port of process 0, when no SLURM, Open MPI or Kubernetes tells. With --processes, --process."
+    ),
+]
+PROCESSES = Annotated[int | None, typer.Option(help="How many processes run this command together.")]
+PROCESS = Annotated[int | None, typer.Option(help="Which of them this is, from 0.")]
+LIMIT = Annotated[float, typer.Option(help="Seconds after which a run of several processes is ended, with tracebacks.")]
 IMPL = Annotated[
     list[str] | None,
     typer.Option(help="A registered name or package.module:attribute. Repeatable. [default: all that can run]"),
@@ -45,7 +57,7 @@ SEED = Annotated[int, typer.Option(help="Of parameters, tokens, routings and cot
 OUT = Annotated[Path | None, typer.Option("--out", help="Where the record goes. [default: dropless-<time>.json here]")]
 
 RECORDED = (
-    "preset full tokens experts topk width expert_width groups skew exponent text trace x dtype precision ep impl grad timing "
+    "preset full tokens experts topk width expert_width groups skew exponent text trace x dtype precision ep ranks_per_node impl grad timing "
     "seed presets skews budget"
 ).split()
 """Options that a record keeps."""
@@ -77,10 +89,10 @@ def check_writable(path: Path | None) -> None:
         )
 
 
-def start_devices(ep: int | None) -> None:
+def start_devices(ep: int | None, processes: int = 1) -> None:
     """With --ep, makes sure that there are that many devices, virtual ones without a GPU, before JAX starts."""
     if ep is not None:
-        launch.start_devices(ep)
+        launch.start_devices(ep, processes)
 
 
 def implementations(names: list[str] | None, ep: int | None = None) -> list[Implementation]:

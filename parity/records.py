@@ -149,6 +149,8 @@ class CaseRecord:
     results: list[ResultRecord] = field(default_factory=list)
     bounds: list[TimingRecord] = field(default_factory=list)
     """Upper bounds: one dense GEMM of the same FLOPs, equal groups, grouped GEMMs alone."""
+    traffic: dict[str, Any] = field(default_factory=dict)
+    """What one dispatch of this routing moves between ranks (`Traffic.to_json`); empty on one device."""
 
     def result(self, name: str) -> ResultRecord | None:
         """That implementation's result, or None."""

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from . import launch
 from .compare import Finding
 from .inputs import Case
 from .interface import Implementation
@@ -83,7 +84,8 @@ def call(implementation: Implementation, stage: str, how: Callable[..., Any], *a
     key = (how, fn, problem, *sorted(OPTIONS.items()))
     if key not in _EXECUTABLES:
         _EXECUTABLES[key] = jax.jit(lambda *a: how(fn, *a, problem), compiler_options=OPTIONS or None)
-    return _EXECUTABLES[key](*arrays)
+    out = _EXECUTABLES[key](*arrays)
+    return out if jax.process_count() == 1 else launch.to_host(out)
 
 
 def forget_results() -> None:

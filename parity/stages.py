@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from . import launch
 from .compare import Finding, judge, same_bits
 from .findings import to_record
 from .inputs import Case
@@ -82,7 +83,7 @@ def stage_call(implementation: Implementation, what: str, cases: Sequence[Case])
 def stage_findings(what: str, call: Call, case: Case, variant: int, got: Any, oracle: str) -> list[FindingRecord]:
     """Judges one output of `stage_call`; `variant` says which inputs it came from."""
     stage = what.partition(" ")[0]
-    host = jax.tree.map(np.asarray, got)
+    host = launch.to_host(got)
     if stage == "experts":
         found = _experts_findings(case, host)
     elif stage == "permute":

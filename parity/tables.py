@@ -11,6 +11,7 @@ from .problem import Problem
 from .records import CaseRecord, FindingRecord, Record, ResultRecord
 from .registry import BASELINE
 from .terminal import out, percent, rate, seconds, size, table
+from .traffic_table import print_traffic
 
 
 def print_record(record: Record) -> None:
@@ -24,6 +25,8 @@ def print_record(record: Record) -> None:
         console.print(escape(describe(record.environment)), style="dim", highlight=False)
         print_parity(case)
         print_timing(case)
+        if case.traffic:
+            print_traffic(case.traffic)
         print_reasons(case)
 
 
