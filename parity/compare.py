@@ -84,7 +84,7 @@ def judge(tensor: str, got: Any, judged: Judged, *, dtype: Any, empty_ok: bool =
     finding = _at(tensor, index, got, judged, token, check="values", ok=measured <= 1)
     if not finding.ok:
         lies = f"{finding.got:.9g} where {finding.want:.9g} is exact (gauge {finding.gauge:.3g})"
-        whole = "worst of a row that as a whole " if by_row else ""
+        whole = "worst of its token, expert or tensor, which as a whole " if by_row else ""
         finding = finding.replace(message=f"{tensor}{_where(index)}: {whole}lies {measured:.3g} bars off: {lies}")
     return finding.replace(measured=measured, histogram=tuple(int(n) for n in np.asarray(found.histogram)))
 
@@ -167,11 +167,13 @@ def _reduce(xp: Any, got: Any, want: Any, gauge: Any, dof: Any) -> _Measured:
     bins = xp.minimum(ratio * 4, BINS - 1).astype(np.int32).ravel()
     row, row_at = 0.0, 0
     if dof is not None:
-        norm = xp.sqrt((error**2).sum(-1))
-        bar = row_bar(dof, xp) * xp.sqrt((xp.where(known, gauge, 0.0) ** 2).sum(-1))
-        rows = xp.where(norm == 0, 0.0, norm / bar)
-        at = xp.where(xp.isnan(rows), np.inf, rows).argmax()
-        row, row_at = rows[at], at * want.shape[-1] + ratio[at].argmax()
+        blocks = (dof.shape[0], -1)
+        norm = xp.sqrt((error**2).reshape(blocks).sum(-1))
+        size = xp.sqrt((xp.where(known, gauge, 0.0) ** 2).reshape(blocks).sum(-1))
+        rows = xp.where(norm == 0, 0.0, norm / (row_bar(dof, xp) * size))
+        rows = xp.where(xp.isnan(rows), np.inf, rows)
+        at, width = rows.argmax(), want.size // dof.shape[0]
+        row, row_at = rows[at], at * width + ratio.reshape(blocks)[at].argmax()
     return _Measured(
         known.any(),
         wrong.any(),

@@ -75,8 +75,9 @@ class Judged(NamedTuple):
     """One tensor as the oracle sees it: its exact value, and the rounding error that an honest layer can show there.
 
     `gauge` is a root sum of squares of (unit roundoff x sensitivity), elementwise and float64, 0 where the value must
-    be exact. `kinks` counts elements whose gauge had to include a jump at a clamp or kink. `dof` [T] is how many
-    independent errors a row (a token's last axis) has, for the row bar; None where rows have no bar.
+    be exact. `kinks` counts elements whose gauge had to include a jump at a clamp or kink. `dof` [B] splits the
+    tensor into B blocks along its first axis (tokens, experts, or one whole) and says how many independent errors each
+    has, for the row bar; None where there is none.
     """
 
     value: np.ndarray

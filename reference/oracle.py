@@ -17,7 +17,7 @@ from . import oracle_router as router
 from . import oracle_rows as rows
 from .oracle_gauge import Noise
 from .oracle_routes import RouteView, best_choice
-from .oracle_totals import Gradients, judge_losses, loss_slopes, segments_of
+from .oracle_totals import Gradients, independent, judge_losses, loss_slopes, segments_of
 
 
 def judge_experts(
@@ -163,7 +163,7 @@ class _Run:
                     continue
                 b = rows.backward(np, problem, noise, expert, self.x[t], w[t, k], var_w[t, k], self.dy[t], f)
                 out.add_expert(e, self.x[t], self.dy[t], b)
-                out.x.add(t, b.dx, b.var_dx, b.lumps)
+                out.x.add(t, b.dx, b.var_dx, b.lumps["x"])
                 out.dweight[t, k], out.var_dweight[t, k] = b.dweight, b.var_dweight
         return out
 
@@ -187,7 +187,7 @@ class _Run:
             dprobs, dz = loss_slopes(problem, counts, sizes, segment, loss_cotangents)
             self._router(out, scored, ids, dprobs, dz)
         judged = out.judged(_counts(problem, ids), tokens=len(scored))
-        return {"weights": Judged(w, np.sqrt(var_w)), **losses, **judged}
+        return {"weights": Judged(w, np.sqrt(var_w), 0, independent(np, var_w)), **losses, **judged}
 
     def _shared(self, out: Gradients, real: np.ndarray) -> None:
         problem, noise = self.problem, self.noise
@@ -197,7 +197,7 @@ class _Run:
             out.y.add(t, f.weighted, f.var_weighted, f.lumps)
             if self.dy is not None:
                 b = rows.backward(np, problem, noise, expert, self.x[t], None, None, self.dy[t], f, shared=True)
-                out.x.add(t, b.dx, b.var_dx, b.lumps)
+                out.x.add(t, b.dx, b.var_dx, b.lumps["x"])
                 out.add_shared(self.x[t], self.dy[t], b)
                 out.kinks_shared += int(f.hidden.kinks)
 

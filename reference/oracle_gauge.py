@@ -12,6 +12,22 @@ from ..parity.problem import Problem
 from ..parity.tolerances import COUNT, SUMMATION, TRANSCENDENTAL, underflow, unit_roundoff
 
 
+class Expert(NamedTuple):
+    """One expert's float64 parameters and their squares; absent biases are None."""
+
+    wi: Any
+    wo: Any
+    wi_bias: Any
+    wo_bias: Any
+    wi2: Any
+    wo2: Any
+
+    @classmethod
+    def of(cls, wi: Any, wo: Any, wi_bias: Any = None, wo_bias: Any = None) -> Expert:
+        """From float64 arrays."""
+        return cls(wi, wo, wi_bias, wo_bias, wi * wi, wo * wo)
+
+
 class Lumps(NamedTuple):
     """The parts of a row's variance that move the whole row together, each through one hidden unit or weight."""
 

@@ -167,6 +167,12 @@ def input_backward(noise: Noise, gate_kernel: Any, dlogits: Any, var: Any) -> tu
     return dx, var_dx + noise.rounded("dx_router", dx), Lumps(parts.sum(-1), (parts * parts).sum(-1))
 
 
+def gate_lumps(x: Any, var: Any) -> Lumps:
+    """The parts of gate_kernel's gradient that move a column together: one for each token's logit."""
+    parts = var * (x * x).sum(-1)[..., None]
+    return Lumps(parts.sum(-1), (parts * parts).sum(-1))
+
+
 def balance_backward(xp: Any, problem: Problem, s: Scores, dprobs: Any) -> tuple[Any, Any]:
     """d(logits) of sum(dprobs * P), P being the probabilities of the balance losses."""
     if problem.router.score == "softmax":

@@ -9,56 +9,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import jax.scipy.special
-import numpy as np
-import scipy.special
-
 from ..parity.problem import Params, Problem
-from ..parity.tolerances import COUNT, ELEMENT_BAR
-from .oracle_gauge import Lumps, Noise, transcendental
-
-
-class Expert(NamedTuple):
-    """One expert's float64 parameters and their squares; absent biases are None."""
-
-    wi: Any
-    wo: Any
-    wi_bias: Any
-    wo_bias: Any
-    wi2: Any
-    wo2: Any
-
-    @classmethod
-    def of(cls, wi: Any, wo: Any, wi_bias: Any = None, wo_bias: Any = None) -> Expert:
-        """From float64 arrays."""
-        return cls(wi, wo, wi_bias, wo_bias, wi * wi, wo * wo)
-
-
-class Hidden(NamedTuple):
-    """h = act * up of some rows, with slopes, curvatures, variances, and the jumps of the slopes at a near kink."""
-
-    h: Any
-    var_h: Any
-    act: Any
-    var_act: Any
-    slope: Any
-    """act'(gate), the value."""
-    reach: Any
-    """The largest |act'| within the gate's own error: what its error is multiplied by."""
-    curvature: Any
-    """Likewise |act''|."""
-    slope_parts: Any
-    """Sum of the magnitudes that float32 adds up to act'(gate)."""
-    slope_jump: Any
-    var_gate: Any
-    up: Any
-    """1 when not gated."""
-    var_up: Any
-    up_slope: Any
-    """0 beyond the clamp."""
-    up_jump: Any
-    kinks: Any
-    """Pre-activations within their own error of a kink, per row."""
+from ..parity.tolerances import COUNT
+from .oracle_gauge import Expert, Lumps, Noise, transcendental
+from .oracle_hidden import Hidden, hidden_units
 
 
 class Forward(NamedTuple):
@@ -77,7 +31,8 @@ class Backward(NamedTuple):
 
     dx: Any
     var_dx: Any
-    lumps: Lumps
+    lumps: dict[str, Lumps]
+    """By the name of what the gradient is of: x, wi, wo, wi_bias, wo_bias."""
     dweight: Any
     var_dweight: Any
     dpre: Any
@@ -101,7 +56,7 @@ def forward(
 ) -> Forward:
     """The expert's rows; `shared` rows have weight 1, which nothing rounds and nothing multiplies."""
     late = problem.experts.weight_placement == "late" and not shared
-    hidden = _hidden(xp, problem, noise, expert, x)
+    hidden = hidden_units(xp, problem, noise, expert, x)
     unrounded, var = noise.dot(hidden.h, hidden.var_h, expert.wo, expert.wo2, hidden.h.shape[-1])
     y, var_y = unrounded, var + noise.rounded("expert_y", unrounded)
     if expert.wo_bias is not None:
@@ -188,23 +143,36 @@ def backward(
     # A weight's own error moves the whole row together, so it is added after the products, from what weight 1 would give.
     unit = xp.where(w == 0, 1.0, w)
     relative = xp.where(w == 0, 0.0, coherent / (unit * unit))
-    together = relative * dx * dx
-    wh = w * z.h
+    wh, x2, dy2 = w * z.h, (x * x).sum(-1), (dy * dy).sum(-1)
+    var_wh = w * w * z.var_h
+    if not shared:
+        var_wh = var_wh + noise.rounded("weighted_h", wh) + COUNT["weighted_dy"] * noise.u2 * wh * wh
+    together = {
+        "x": relative * dx * dx,
+        "wi": relative * dpre * dpre,
+        "wo": coherent * z.h * z.h,
+        "wo_bias": coherent * dy * dy,
+    }
+    whole = {name: row.sum(-1) for name, row in together.items()}
     return Backward(
         dx=dx,
-        var_dx=var_dx + together,
-        lumps=_lumps(var_dpre * expert.wi2.sum(0), together.sum(-1)),
+        var_dx=var_dx + together["x"],
+        lumps={
+            "x": _lumps(var_dpre * expert.wi2.sum(0), whole["x"]),
+            "wi": _lumps(var_dpre * x2[..., None], whole["wi"] * x2),
+            "wo": _lumps(var_wh * dy2[..., None], whole["wo"] * dy2),
+            "wi_bias": Lumps(whole["wi"], whole["wi"] ** 2),
+            "wo_bias": Lumps(whole["wo_bias"], whole["wo_bias"] ** 2),
+        },
         dweight=dweight,
         var_dweight=var_dweight,
         dpre=dpre,
-        var_dpre=var_dpre + relative * dpre * dpre,
+        var_dpre=var_dpre + together["wi"],
         weighted_h=wh,
-        var_weighted_h=w * w * z.var_h
-        + coherent * z.h * z.h
-        + (0.0 if shared else noise.rounded("weighted_h", wh) + COUNT["weighted_dy"] * noise.u2 * wh * wh),
+        var_weighted_h=var_wh + together["wo"],
         var_floor=(0.0 if shared else COUNT["weighted_dy"] * noise.tiny2) * z.h * z.h,
         dbias=w * dy,
-        var_dbias=coherent * dy * dy + noise.rounded("weighted_dy", w * dy),
+        var_dbias=together["wo_bias"] + noise.rounded("weighted_dy", w * dy),
     )
 
 
@@ -238,106 +206,3 @@ def _dweight(
 
 def _sum_variance(noise: Noise, squares: Any, n: int) -> Any:
     return COUNT["dweight_terms"] * (noise.u2 * squares + n * noise.tiny2) + noise.per_square(n) * squares
-
-
-def _hidden(xp: Any, problem: Problem, noise: Noise, expert: Expert, x: Any) -> Hidden:
-    pre, var_pre = noise.dot(x, 0.0 * x, expert.wi, expert.wi2, x.shape[-1])
-    var_pre = var_pre + noise.rounded("pre", pre)
-    if expert.wi_bias is not None:
-        pre = pre + expert.wi_bias
-        var_pre = var_pre + noise.rounded("pre_biased", pre)
-    width = expert.wo.shape[0]
-    gate, var_gate = pre[..., :width], var_pre[..., :width]
-    near = ELEMENT_BAR * xp.sqrt(var_gate)
-    clamp = problem.experts.clamp
-
-    inside, close = gate < np.inf, gate > np.inf
-    if clamp is not None:
-        inside, close = gate < clamp.limit, abs(gate - clamp.limit) <= near
-        gate = xp.minimum(gate, clamp.limit)
-    act, slope, curvature, value_parts, slope_parts = _activation(xp, problem, gate)
-    steep, bend = slope, curvature
-    if problem.experts.activation == "relu2":
-        steep, bend = 2 * xp.maximum(gate + near, 0.0), xp.where(gate + near > 0, 2.0, 0.0)
-    reachable = xp.where(inside | close, 1.0, 0.0)
-    reach, bend = reachable * steep, reachable * bend
-    slope_jump = xp.where(close, slope, 0.0)
-    slope = xp.where(inside, slope, 0.0)
-    var_act = reach**2 * var_gate + noise.rounded("act", act) + transcendental(gate, value_parts)
-    kinks = close.sum(-1)
-    if not problem.experts.gated:
-        one, zero = xp.ones_like(act), xp.zeros_like(act)
-        return Hidden(
-            act,
-            var_act,
-            act,
-            var_act,
-            slope,
-            reach,
-            bend,
-            slope_parts,
-            slope_jump,
-            var_gate,
-            one,
-            zero,
-            one,
-            zero,
-            kinks,
-        )
-
-    up, var_up = pre[..., width:], var_pre[..., width:]
-    up_slope, up_jump = xp.ones_like(up), xp.zeros_like(up)
-    if clamp is not None:
-        up_close = abs(abs(up) - clamp.limit) <= ELEMENT_BAR * xp.sqrt(var_up)
-        up_slope = xp.where(abs(up) < clamp.limit, 1.0, 0.0)
-        up_jump = xp.where(up_close, 1.0, 0.0)
-        up = xp.clip(up, -clamp.limit, clamp.limit) + clamp.offset
-        var_up = xp.where((up_slope > 0) | up_close, var_up, 0.0) + noise.rounded("up_offset", up)
-        kinks = kinks + up_close.sum(-1)
-    h = act * up
-    var_h = up**2 * var_act + act**2 * var_up + noise.rounded("h", h)
-    return Hidden(
-        h,
-        var_h,
-        act,
-        var_act,
-        slope,
-        reach,
-        bend,
-        slope_parts,
-        slope_jump,
-        var_gate,
-        up,
-        var_up,
-        up_slope,
-        up_jump,
-        kinks,
-    )
-
-
-def _activation(xp: Any, problem: Problem, z: Any) -> tuple[Any, Any, Any, Any, Any]:
-    """act, its first two derivatives, and the magnitudes that float32 adds up to the first two."""
-    kind, clamp = problem.experts.activation, problem.experts.clamp
-    if kind == "relu2":
-        r = xp.maximum(z, 0.0)
-        return r * r, 2 * r, xp.where(z > 0, 2.0, 0.0), 0.0 * z, 0.0 * z
-    if kind == "silu":
-        alpha = 1.0 if clamp is None else clamp.alpha
-        s = 1 / (1 + xp.exp(-alpha * z))
-        tail = alpha * z * s * (1 - s)
-        curvature = alpha * s * (1 - s) * (2 + alpha * z * (1 - 2 * s))
-        return z * s, s + tail, curvature, abs(z * s), s + abs(tail)
-    if kind == "gelu_erf":
-        cdf = 0.5 * (1 + _erf(xp, z / np.sqrt(2.0)))
-        pdf = xp.exp(-z * z / 2) / np.sqrt(2 * np.pi)
-        return z * cdf, cdf + z * pdf, pdf * (2 - z * z), abs(z) / 2, 1 + abs(z * pdf)
-    k, cubic = np.sqrt(2 / np.pi), 0.044715
-    t = xp.tanh(k * (z + cubic * z**3))
-    sech2, inner = 1 - t * t, k * (1 + 3 * cubic * z * z)
-    tail = 0.5 * z * sech2 * inner
-    curvature = sech2 * inner + 0.5 * z * sech2 * (6 * k * cubic * z) - z * t * sech2 * inner**2
-    return 0.5 * z * (1 + t), 0.5 * (1 + t) + tail, curvature, abs(z) / 2, 1 + abs(tail)
-
-
-def _erf(xp: Any, z: Any) -> Any:
-    return scipy.special.erf(z) if xp is np else jax.scipy.special.erf(z)

@@ -44,14 +44,38 @@ def token_gauge(
     """(gauge [T, D], independent errors [T]) of a result whose own last rounding is `name`.
 
     A row has as many independent errors as (sum v)^2 / sum v^2 over its variances v: those of the hidden units and
-    weights that move it as a whole, and the rest spread evenly over its width.
+    weights that move it as a whole, and what is left of each element's.
     """
     var = var + noise.partial_sums(xp.maximum(n, 1), value, squares) + noise.rounded(name, value)
+    return xp.sqrt(xp.where(n > 0, var, 0.0)), _independent(xp, var, lump[:, 0], lump2[:, 0])
+
+
+def kernel_gauge(
+    xp: Any, noise: Noise, value: Any, var: Any, squares: Any, lump: Any, lump2: Any, n: Any, *, products: bool
+) -> tuple[Any, Any]:
+    """(gauge, independent errors [B]) of a parameter's gradient over n tokens, in B blocks: its experts, or one.
+
+    Without a token the gauge is exactly 0. A hidden unit's error moves a whole column, as far as the token's x goes.
+    """
+    full = noise.parameter(xp.maximum(n, 1), value, var, squares, products=products)
+    return xp.sqrt(xp.where(n > 0, full, 0.0)), _independent(xp, full.reshape(len(lump), -1), lump, lump2)
+
+
+def independent(xp: Any, var: Any) -> Any:
+    """Independent errors [1] of a tensor [T, K] whose rows' errors move together, judged as one block."""
+    return _independent(xp, var.sum(-1)[None], 0.0, 0.0)
+
+
+def _independent(xp: Any, var: Any, lump: Any, lump2: Any) -> Any:
     total = var.sum(-1)
-    rest = xp.maximum(total - lump[:, 0], 0.0)
-    squared = lump2[:, 0] + rest**2 / value.shape[-1]
-    dof = total**2 / xp.where(squared > 0, squared, 1.0)
-    return xp.sqrt(xp.where(n > 0, var, 0.0)), dof
+    rest = xp.maximum(total - lump, 0.0)
+    even = (var * var).sum(-1) * (rest / xp.where(total > 0, total, 1.0)) ** 2
+    squared = lump2 + even
+    return total**2 / xp.where(squared > 0, squared, 1.0)
+
+
+PER_EXPERT = ("wi", "wo", "wi_bias", "wo_bias")
+"""The parameters whose first axis is the expert."""
 
 
 class Gradients:
@@ -63,6 +87,7 @@ class Gradients:
         self.dweight, self.var_dweight = np.zeros((problem.T, problem.K)), np.zeros((problem.T, problem.K))
         self.sums = {
             name: [np.zeros(leaf.shape) for _ in range(3)]
+            + [np.zeros(problem.E if name in PER_EXPERT else 1) for _ in "12"]
             for name, leaf in params.named().items()
             if backward and kernels and name != "expert_bias"
         }
@@ -71,20 +96,20 @@ class Gradients:
 
     def add_expert(self, e: int, x: np.ndarray, dy: np.ndarray, b: Any) -> None:
         """One row of expert e."""
-        self._outer("wi", e, x, b.dpre, b.var_dpre)
-        self._outer("wo", e, dy, b.weighted_h, b.var_weighted_h, b.var_floor)
-        self._sum("wi_bias", e, b.dpre, b.var_dpre)
-        self._sum("wo_bias", e, b.dbias, b.var_dbias)
+        self._outer("wi", e, x, b.dpre, b.var_dpre, b.lumps["wi"])
+        self._outer("wo", e, dy, b.weighted_h, b.var_weighted_h, b.lumps["wo"], b.var_floor)
+        self._sum("wi_bias", e, b.dpre, b.var_dpre, b.lumps["wi_bias"])
+        self._sum("wo_bias", e, b.dbias, b.var_dbias, b.lumps["wo_bias"])
 
     def add_shared(self, x: np.ndarray, dy: np.ndarray, b: Any) -> None:
         """One row of the shared expert."""
-        self._outer("shared_wi", ..., x, b.dpre, b.var_dpre)
-        self._outer("shared_wo", ..., dy, b.weighted_h, b.var_weighted_h, b.var_floor)
+        self._outer("shared_wi", 0, x, b.dpre, b.var_dpre, b.lumps["wi"])
+        self._outer("shared_wo", 0, dy, b.weighted_h, b.var_weighted_h, b.lumps["wo"], b.var_floor)
 
     def add_gate(self, x: np.ndarray, dlogits: np.ndarray, var: np.ndarray) -> None:
         """One token's share of the router's parameters."""
-        self._outer("gate_kernel", ..., x, dlogits, var)
-        self._sum("gate_bias", ..., dlogits, var)
+        self._outer("gate_kernel", 0, x, dlogits, var, router.gate_lumps(x, var))
+        self._sum("gate_bias", 0, dlogits, var, Lumps(0.0, 0.0))
 
     def judged(self, counts: np.ndarray, tokens: int | None = None) -> dict[str, Judged]:
         """All tensors by name; `tokens` is the number of real ones in a layer, None for the routed experts alone."""
@@ -95,35 +120,44 @@ class Gradients:
             return out
         out["x"] = self.x.judged(noise, "dx", kinks)
         if not layer:
-            out["topk_weights"] = Judged(self.dweight, np.sqrt(self.var_dweight))
-        for name, (value, var, squares) in self.sums.items():
-            routed = name in ("wi", "wo", "wi_bias", "wo_bias")
+            out["topk_weights"] = Judged(self.dweight, np.sqrt(self.var_dweight), 0, independent(np, self.var_dweight))
+        for name, sums in self.sums.items():
+            routed = name in PER_EXPERT
             if not routed and not layer:
                 continue
-            n = counts.reshape((-1,) + (1,) * (value.ndim - 1)) if routed else np.asarray(tokens)
-            full = noise.parameter(np.maximum(n, 1), value, var, squares, products=not name.endswith("bias"))
+            n = counts.reshape((-1,) + (1,) * (sums[0].ndim - 1)) if routed else np.asarray(tokens)
+            gauge, dof = kernel_gauge(np, noise, *sums, n, products=not name.endswith("bias"))
             kinked = {"wi": self.kinks, "wi_bias": self.kinks, "shared_wi": self.kinks_shared}.get(name, 0)
-            out[name] = Judged(value, np.sqrt(np.where(n > 0, full, 0.0)), kinked)
+            out[name] = Judged(sums[0], gauge, kinked, dof)
         if layer and self.steered:
             zero = np.zeros(problem.E)
             out["expert_bias"] = Judged(zero, zero)
         return out
 
-    def _outer(self, name: str, at: Any, a: np.ndarray, b: np.ndarray, var_b: np.ndarray, floor: Any = None) -> None:
+    def _outer(self, name: str, e: int, a: Any, b: Any, var_b: Any, lumps: Lumps, floor: Any = None) -> None:
         """Adds a (outer) b, or b (outer) a with a floor under b's variance."""
         if name not in self.sums:
             return
-        for total, left, right in zip(self.sums[name], (a, a * a, a * a), (b, var_b, b * b), strict=True):
-            total[at] += left[:, None] * right if floor is None else right[:, None] * left
-        if floor is not None:
-            self.sums[name][1][at] += floor[:, None]
+        turned = floor is not None
+        for total, left, right in zip(self.sums[name], (a, a * a, a * a), (b, var_b, b * b), strict=False):
+            into = total[e] if name in PER_EXPERT else total
+            into += right[:, None] * left if turned else left[:, None] * right
+        if turned:
+            var = self.sums[name][1]
+            var[e if name in PER_EXPERT else ...] += floor[:, None]
+        self._lump(name, e, lumps)
 
-    def _sum(self, name: str, at: Any, b: np.ndarray, var_b: np.ndarray) -> None:
-        if name in self.sums:
-            value, var, squares = self.sums[name]
-            value[at] += b
-            var[at] += var_b
-            squares[at] += b * b
+    def _sum(self, name: str, e: int, b: Any, var_b: Any, lumps: Lumps) -> None:
+        if name not in self.sums:
+            return
+        for total, term in zip(self.sums[name], (b, var_b, b * b), strict=False):
+            into = total[e] if name in PER_EXPERT else total
+            into += term
+        self._lump(name, e, lumps)
+
+    def _lump(self, name: str, e: int, lumps: Lumps) -> None:
+        self.sums[name][3][e] += lumps.total
+        self.sums[name][4][e] += lumps.squares
 
 
 def loss_slopes(

@@ -224,7 +224,8 @@ def test_groups_are_admissible_only_within_their_own_error():
         ("relu2, sqrtsoftplus", "float32"),
     ],
 )
-def test_the_device_oracle_is_the_oracle(name, dtype):
+def test_the_device_oracle_is_the_oracle(name, dtype, monkeypatch):
+    monkeypatch.setattr(oracle_device, "BLOCKS", (48,))
     router, experts = LAYERS[name]
     problem = Problem(T=50, K=2, E=6, D=12, F=5, dtype=dtype, router=router, experts=experts)
     case = make_case(problem, seed=2, pattern="zipf", exponent=2.0)
@@ -277,7 +278,8 @@ def expert_row(judged, expert):
     return judged._replace(value=judged.value[expert], gauge=judged.gauge[expert])
 
 
-def test_spot_checks_hold_the_device_oracle_to_the_oracle():
+def test_spot_checks_hold_the_device_oracle_to_the_oracle(monkeypatch):
+    monkeypatch.setattr(oracle_device, "BLOCKS", (48,))
     problem = Problem(T=60, K=2, E=5, D=12, F=20, dtype="bfloat16", experts=Experts(wi_bias=True, wo_bias=True))
     case = make_case(problem, seed=4, pattern="half_idle")
     args = (problem, case.params, case.x, case.routing, case.cotangent)

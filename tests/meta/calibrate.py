@@ -80,8 +80,8 @@ def ratios(problem, leaves, x, ids, w, dy, how) -> tuple[dict[str, tuple[float, 
             element = np.where(error == 0, 0.0, error / j.gauge).max() / ELEMENT_BAR
             row = 0.0
             if j.dof is not None:
-                norm = np.sqrt((error**2).sum(-1))
-                row = np.where(norm == 0, 0.0, norm / row_bar(j.dof) / np.sqrt((j.gauge**2).sum(-1))).max()
+                norm, gauge = (np.sqrt((a**2).reshape(len(j.dof), -1).sum(-1)) for a in (error, j.gauge))
+                row = np.where(norm == 0, 0.0, norm / row_bar(j.dof) / gauge).max()
         out[name], kinks = (float(element), float(row)), max(kinks, j.kinks)
     return out, kinks
 

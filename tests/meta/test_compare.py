@@ -1,5 +1,6 @@
 """The comparator itself: small faults are caught, in every shape that published criteria let pass, and nothing passes by being empty."""
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -8,9 +9,9 @@ from dropless.parity.compare import BINS, Finding, judge, merge, same_bits
 from dropless.parity.inputs import make_case
 from dropless.parity.interface import Implementation, Judged
 from dropless.parity.judge import experts_findings, layer_findings
-from dropless.parity.problem import Problem, Routing
+from dropless.parity.problem import DTYPES, Problem, Routing
 from dropless.parity.registry import complete, get
-from dropless.parity.tolerances import ELEMENT_BAR, unit_roundoff
+from dropless.parity.tolerances import unit_roundoff
 from dropless.reference import oracle
 
 
@@ -29,10 +30,10 @@ def verdict(got: np.ndarray, judged: Judged, tensor: str = "y") -> Finding:
     return judge(tensor, got, judged, dtype=got.dtype)
 
 
-@pytest.fixture(scope="module")
-def layer():
-    """A case with its exact answer, and the same answer rounded to bfloat16."""
-    problem = Problem(T=32, K=8, E=8, D=64, F=32, dtype="bfloat16")
+@pytest.fixture(scope="module", params=DTYPES)
+def layer(request):
+    """A case with its exact answer, and the same answer rounded to storage dtype."""
+    problem = Problem(T=32, K=8, E=8, D=64, F=32, dtype=request.param)
     case = make_case(problem, seed=1, pattern="balanced")
     weights = np.asarray(case.routing.topk_weights).copy()
     weights[5, 3] = 0.02
@@ -64,14 +65,15 @@ def test_two_percent_of_lost_tokens_are_caught():
     assert not verdict(got, judged).ok
 
 
-@pytest.mark.parametrize("factor", (0.0, -1.0, 1.02, 1.01, 0.5))
+@pytest.mark.parametrize("factor", (0.0, -1.0, 0.5, 1.02, 1.01))
 def test_scaled_answers_are_caught(layer, factor):
-    _, judged, honest = layer
+    """1 % lies within bfloat16's own roundings, which add up to 1.2 % of a row here; 2 % does not, in any tensor."""
+    case, judged, honest = layer
+    if factor == 1.01 and case.problem.dtype == "bfloat16":
+        factor = 0.98
     for name, j in judged.items():
         got = (factor * honest[name].astype(np.float64)).astype(honest[name].dtype)
-        assert not verdict(got, j, name).ok or (
-            abs(factor - 1) < ELEMENT_BAR * unit_roundoff("bfloat16") and name != "y"
-        ), name
+        assert not verdict(got, j, name).ok, name
 
 
 def test_kernels_of_the_next_expert_are_caught(layer):
@@ -89,13 +91,12 @@ def test_one_lost_choice_of_weight_2_percent_is_caught(layer):
     assert not finding.ok and finding.token == 5
 
 
-def test_one_percent_error_of_one_row_is_caught_in_float32():
-    got, judged = tokens(64)
-    exact = judged.value.astype(np.float32)
-    view = Judged(judged.value, unit_roundoff("float32") * abs(judged.value), 0, judged.dof)
-    assert verdict(exact, view).ok
-    exact[3] *= np.float32(1.01)
-    assert not verdict(exact, view).ok
+def test_one_percent_error_of_one_token_is_caught(layer):
+    case, judged, honest = layer
+    wrong = honest["y"].copy()
+    wrong[3] = (wrong[3].astype(np.float64) * (1.02 if case.problem.dtype == "bfloat16" else 1.01)).astype(wrong.dtype)
+    finding = verdict(wrong, judged["y"])
+    assert not finding.ok and finding.token == 3
 
 
 def test_checks_come_in_order():
@@ -155,9 +156,6 @@ def test_an_implementation_that_raises_is_a_finding():
 def test_the_device_judges_as_the_host_does():
     got, judged = tokens(64)
     got[7] *= 2
-    with_jax = []
-    import jax
-
     with jax.enable_x64(True):
         view = Judged(*(jnp.asarray(a) for a in judged[:2]), 0, jnp.asarray(judged.dof))
         with_jax = [verdict(np.asarray(got), view), judge("y", jnp.asarray(got), view, dtype=got.dtype)]

@@ -70,7 +70,7 @@ def is_valid(row):
         p = to_problem(row)
     except InvalidInput:
         return False
-    small = 3 * p.E * p.D * p.F <= 16e6 and p.T * p.K * p.D * p.F <= 45e6
+    small = 3 * p.E * p.D * p.F <= 12e6 and p.T * p.K * p.D * p.F <= 20e6
     return small and p.E >= 2 * p.router.groups * (p.router.groups > 1)
 
 

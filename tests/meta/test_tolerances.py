@@ -1,6 +1,7 @@
 """The bars: monotone, tied to their derivations, and complete as a table; a sample of honest layers stays below them."""
 
 import importlib.util
+import itertools
 import sys
 from pathlib import Path
 
@@ -26,7 +27,7 @@ def load(name: str):
 
 def test_row_bars_fall_with_width_and_stay_from_64():
     bars = [float(row_bar(width)) for width in range(1, 200)]
-    assert all(a >= b for a, b in zip(bars, bars[1:], strict=False))
+    assert all(a >= b for a, b in itertools.pairwise(bars))
     assert bars[0] < ELEMENT_BAR and bars[32] > bars[63] == bars[-1]
     assert np.array_equal(row_bar(np.array([1.0, 64.0, 1e9])), [row_bar(1), row_bar(64), row_bar(64)])
 
