@@ -28,7 +28,7 @@ def _same(name, got, want):
     assert finding.ok, finding.message
 
 
-@pytest.mark.parametrize(("T", "K", "E", "align"), [(37, 3, 6, 1), (300, 2, 5, 8), (5, 1, 3, 128), (1, 4, 4, 1)])
+@pytest.mark.parametrize(("T", "K", "E", "align"), [(37, 3, 6, 1), (300, 2, 5, 8), (1, 4, 4, 128)])
 def test_rows_are_placed_by_expert_then_token(T, K, E, align):
     """The plan against a sort: counts, order inside an expert, aligned starts, and -1 for no expert."""
     ids = _slots(T, K, E)
@@ -44,7 +44,7 @@ def test_rows_are_placed_by_expert_then_token(T, K, E, align):
     _same("row_of_slot", found.row_of_slot, want.reshape(T, K))
 
 
-@pytest.mark.parametrize("D", [96, 256, 40])
+@pytest.mark.parametrize("D", [256, 40])
 def test_spreading_writes_each_token_to_its_rows(D):
     T, K, E = 19, 3, 5
     at = rows.plan(_slots(T, K, E), E).row_of_slot
@@ -83,7 +83,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("experts", CASES, ids=lambda e: f"{e.activation}-{e.gated}-{e.wi_bias}")
-@pytest.mark.parametrize("F", [24, 256])
+@pytest.mark.parametrize("F", [24])
 def test_one_pass_between_the_products_is_the_plain_one(experts, F):
     """Forward, and the backward's three results; within the rounding of a fused multiply-add, so compared after bf16."""
     P, E, parts = 11, 4, 2 if experts.gated else 1
@@ -106,13 +106,13 @@ def _near(got, want):
     assert (np.abs(got - want) <= last_place).all()
 
 
-@pytest.mark.parametrize(("T", "E", "K"), [(300, 8, 2), (70, 128, 8), (5, 3, 3), (40, 160, 7)])
+@pytest.mark.parametrize(("T", "E", "K"), [(150, 8, 2), (20, 128, 8), (5, 3, 3)])
 def test_selecting_is_a_top_k_with_the_lower_index_on_ties(T, E, K):
     z = np.random.default_rng(0).standard_normal((T, E)).astype(np.float32)
     z[1], z[2, : E // 2] = 0.0, 1.0
     idx, rank, totals = kernels.select(jnp.asarray(z), K, interpret=True)
     _same("topk_idx", idx, jax.lax.top_k(jnp.asarray(z), K)[1].astype(jnp.int32))
-    placed = rows.place(idx, rank, totals, kernels.block_of(E))
+    placed = rows.place(idx, rank, totals, kernels.block_of(T, E))
     planned = rows.plan(idx, E)
     _same("group_sizes", placed.group_sizes, planned.group_sizes)
     _same("row_of_slot", placed.row_of_slot, planned.row_of_slot)

@@ -10,7 +10,7 @@ the last expert's are never read: group sizes are exact.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,25 +31,44 @@ def experts(problem: Problem, params: Params, x: Float[Array, "T D"], routing: R
     """
     if problem.T == 0:
         return x
-    return planned_experts(problem, params, x, routing, move.plan(routing.topk_idx, problem.E))
-
-
-def planned_experts(
-    problem: Problem, params: Params, x: Float[Array, "T D"], routing: Routing, found: move.Plan
-) -> Float[Array, "T D"]:
-    """`experts` for a routing whose rows have been found already."""
     kernels = (params.wi, params.wo, params.wi_bias, params.wo_bias)
-    return _experts(problem, kernels, x, routing.topk_weights, routing.topk_idx, found)
+    return _experts(problem, kernels, x, routing.topk_weights, routing.topk_idx)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _experts(problem: Problem, kernels: tuple, x: Array, weights: Array, topk_idx: Array, found: move.Plan) -> Array:
-    return _forward(problem, kernels, x, weights, topk_idx, found)[0]
+def _experts(problem: Problem, kernels: tuple, x: Array, weights: Array, topk_idx: Array) -> Array:
+    return _forward(problem, kernels, x, weights, topk_idx)[0]
 
 
-def _forward(
+def _forward(problem: Problem, kernels: tuple, x: Array, weights: Array, topk_idx: Array) -> tuple[Array, Saved]:
+    return forward(problem, kernels, x, weights, topk_idx, move.plan(topk_idx, problem.E))
+
+
+def _backward(problem: Problem, saved: Saved, dy: Array) -> tuple:
+    d_kernels, d_rows, d_weights = backward(problem, saved, dy)
+    return d_kernels, move.sum_rows(d_rows, saved.found.row_of_slot), d_weights, None
+
+
+_experts.defvjp(_forward, _backward)
+
+
+class Saved(NamedTuple):
+    """What lives from forward to backward."""
+
+    kernels: tuple
+    x: Array
+    weights: Array
+    topk_idx: Array
+    found: move.Plan
+    pre: Array
+    expert: Array | None
+    """Of each row; only a bias of wi needs it."""
+
+
+def forward(
     problem: Problem, kernels: tuple, x: Array, weights: Array, topk_idx: Array, found: move.Plan
-) -> tuple[Array, Any]:
+) -> tuple[Float[Array, "T D"], Saved]:
+    """(y, what backward needs), for rows that have been found already; kernels are (wi, wo, wi_bias, wo_bias)."""
     wi, wo, wi_bias, wo_bias = kernels
     late = problem.experts.weight_placement == "late"
     rows, weight = move.spread(x, found.row_of_slot, problem.routed_rows, None if late else weights)
@@ -58,10 +77,13 @@ def _forward(
     out = product(hidden(problem.experts, pre, weight, wi_bias, expert), wo, found.group_sizes)
     bias = None if wo_bias is None else _weighted_bias(weights, topk_idx, wo_bias)
     y = move.sum_rows(out, found.row_of_slot, weights if late else None, bias=bias)
-    return y, (kernels, x, weights, topk_idx, found, pre, expert)
+    return y, Saved(kernels, x, weights, topk_idx, found, pre, expert)
 
 
-def _backward(problem: Problem, saved: Any, dy: Array) -> tuple:
+def backward(
+    problem: Problem, saved: Saved, dy: Float[Array, "T D"]
+) -> tuple[tuple, Float[Array, "P D"], Float[Array, "T K"]]:
+    """(gradients of the kernels, of the spread rows, of the weights); x's gradient is the sum of its rows'."""
     kernels, x, weights, topk_idx, found, pre, expert = saved
     wi, wo, wi_bias, wo_bias = kernels
     sizes, P = found.group_sizes, problem.routed_rows
@@ -72,7 +94,7 @@ def _backward(problem: Problem, saved: Any, dy: Array) -> tuple:
     d_wo = kernel_gradient(h, d, sizes)
     # Spread again rather than kept: K times x's size would live from forward to backward.
     d_wi = kernel_gradient(move.spread(x, found.row_of_slot, P)[0], d_pre, sizes)
-    dx = move.sum_rows(transposed_product(d_pre, wi, sizes), found.row_of_slot)
+    d_rows = transposed_product(d_pre, wi, sizes)
     d_weights = move.of_slot(dot, found.row_of_slot)
 
     d_wi_bias = d_wo_bias = None
@@ -85,10 +107,7 @@ def _backward(problem: Problem, saved: Any, dy: Array) -> tuple:
         d_wo_bias = sums.reshape(move.PIECES, *wo_bias.shape).sum(axis=0).astype(wo_bias.dtype)
         along = jnp.einsum("td,ed->te", dy, wo_bias, preferred_element_type=jnp.float32)
         d_weights = d_weights + jnp.where(topk_idx >= 0, move.take(along, jnp.maximum(topk_idx, 0)), 0.0)
-    return (d_wi, d_wo, d_wi_bias, d_wo_bias), dx, d_weights, None, None
-
-
-_experts.defvjp(_forward, _backward)
+    return (d_wi, d_wo, d_wi_bias, d_wo_bias), d_rows, d_weights
 
 
 def _expert_of_row(problem: Problem, topk_idx: Array, found: move.Plan) -> Array:

@@ -24,7 +24,7 @@ def hidden(
     expert: Int[Array, " P"] | None = None,
 ) -> Float[Array, "P F"]:
     """h = act(gate) * up, or act(pre), of pre + bias[expert]; times the row's weight if there is one. In pre's dtype."""
-    if _fused(experts):
+    if _fused(experts) and pre.shape[1] >= (2 if experts.gated else 1) * kernels.WIDEST:
         return kernels.hidden(partial(act, experts), 2 if experts.gated else 1, pre, weight, bias, expert)
     h = act(experts, *_parts(experts, pre, bias, expert))
     return (h if weight is None else h * weight[:, None]).astype(pre.dtype)

@@ -43,7 +43,7 @@ def spread(
     """Writes each token to its K rows, reading it once, and its weights beside them; other rows stay unwritten."""
     pl, triton = _pallas()
     (T, K), D = row_of_slot.shape, x.shape[1]
-    C = chunk(D)
+    C = chunk(D, 4 * WIDEST)
 
     def kernel(at_ref: Any, w_ref: Any, x_ref: Any, out_ref: Any, w_out_ref: Any) -> None:
         t, c = pl.program_id(0), pl.program_id(1)
@@ -69,7 +69,7 @@ def sum_rows(
     bias: Float[Array, "T D"] | None = None,
     interpret: bool = False,
 ) -> Float[Array, "T D"]:
-    """y_t = sum_k w_tk * rows[row_of_slot[t, k]] (+ bias_t), accumulated in float32 and rounded once."""
+    """y_t = sum_k w_tk * rows[row_of_slot[t, k]] (+ bias_t, of any dtype), accumulated in float32 and rounded once."""
     pl, triton = _pallas()
     (T, K), D = row_of_slot.shape, rows.shape[1]
     C = chunk(D)
@@ -80,7 +80,7 @@ def sum_rows(
         inside = cols < D
         total = jnp.zeros((C,), jnp.float32)
         if bias is not None:
-            total = triton.load(b_ref.at[t, cols], mask=inside, other=0.0)
+            total = triton.load(b_ref.at[t, cols], mask=inside, other=0.0).astype(jnp.float32)
         for k in range(K):
             row = at_ref[t, k]
             # Masked, not multiplied: a slot without a row reads nothing.
@@ -175,11 +175,11 @@ def select(
     """Picks each token's K highest, the lower index on ties, and counts while it is at it.
 
     Returns (topk_idx, the number of earlier tokens of the same block that chose the expert too, each block's counts).
-    Every value is finite. Blocks have `block_of(E)` tokens.
+    Every value is finite. Blocks have `block_of(T, E)` tokens.
     """
     pl, triton = _pallas()
     T, E = ranked.shape
-    B, C = block_of(E), max(16, 1 << (E - 1).bit_length())
+    B, C = block_of(T, E), max(16, 1 << (E - 1).bit_length())
 
     def kernel(z_ref: Any, idx_ref: Any, rank_ref: Any, total_ref: Any) -> None:
         block = pl.program_id(0)
@@ -211,22 +211,29 @@ def select(
     return tuple(_call(kernel, out, (blocks,), (ranked,), interpret))
 
 
-def block_of(E: int) -> int:
-    """Tokens that one program of `select` holds beside E scores each; a bfloat16 count is exact up to 256."""
-    return max(16, min(128, SCORES // max(16, 1 << (E - 1).bit_length())))
+def block_of(T: int, E: int) -> int:
+    """Tokens that one program of `select` ranks: few, for many programs, but at most BLOCKS of them."""
+    wide = max(16, 1 << (E - 1).bit_length())
+    return max(16, min(128, 1024 // wide), 1 << (max(1, -(-T // BLOCKS)) - 1).bit_length())
 
 
+def can_select(T: int, E: int) -> bool:
+    """Whether a block's scores fit one program's registers, and its counts a bfloat16."""
+    block = block_of(T, E)
+    return block <= 256 and block * max(16, 1 << (E - 1).bit_length()) <= SCORES
+
+
+BLOCKS = 1024
+"""Blocks of tokens whose counts are summed by one product with a triangle."""
 SCORES = 8192
 """Scores one program of `select` holds in registers."""
-MOST_EXPERTS = 512
-"""Of `select`: sixteen tokens are the fewest that a product on tensor cores takes."""
 
 
-def chunk(width: int) -> int:
+def chunk(width: int, widest: int = WIDEST) -> int:
     """Columns per program: a power of two that divides the width where a large one does, else one that covers it masked."""
     largest = width & -width
     if largest >= NARROWEST:
-        return min(largest, WIDEST)
+        return min(largest, widest)
     return min(1 << (width - 1).bit_length(), WIDEST)
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from ...parity.problem import Losses, Output, Params, Problem, Routing
 from . import rows as move
-from .experts import planned_experts
+from .experts import backward, forward
 from .hidden import hidden
-from .routing import SCORES, choose, choose_and_place, logits
+from .routing import SCORES, gate_gradients, logits, select_and_place, weights_at
 
 
 def layer(
@@ -28,19 +30,57 @@ def layer(
     """
     if mask is not None:
         x = jnp.where(mask[:, None], x, 0)
-    x, z = logits(problem, params, x)
-    if mask is None:
-        routing, found = choose_and_place(problem, params, z)
+    given = (params.gate_kernel, params.gate_bias, params.expert_bias)
+    kernels = (params.wi, params.wo, params.wi_bias, params.wo_bias)
+    if problem.T:
+        y, z, weights, topk_idx, sizes = _routed(problem, given, kernels, x, mask)
     else:
-        routing, keep = choose(problem, params, z), mask[:, None]
-        routing = Routing(jnp.where(keep, routing.topk_idx, -1), jnp.where(keep, routing.topk_weights, 0.0))
-        found = move.plan(routing.topk_idx, problem.E)
-    y = planned_experts(problem, params, x, routing, found) if problem.T else x
+        y, z = x, logits(problem, x, params.gate_kernel, params.gate_bias)
+        topk_idx, sizes = jnp.zeros((0, problem.K), jnp.int32), jnp.zeros(problem.E, jnp.int32)
+        weights = jnp.zeros((0, problem.K), jnp.float32)
     if problem.experts.shared_F:
         shared = _shared(problem, params, x)
         shared = shared if mask is None else jnp.where(mask[:, None], shared, 0)
         y = (y.astype(jnp.float32) + shared.astype(jnp.float32)).astype(x.dtype)
-    return Output(y, _losses(problem, z, routing, found, mask, segment_ids), routing, found.group_sizes)
+    routing = Routing(topk_idx, weights)
+    return Output(y, _losses(problem, z, topk_idx, sizes, mask, segment_ids), routing, sizes)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _routed(problem: Problem, given: tuple, kernels: tuple, x: Array, mask: Array | None) -> tuple:
+    """(y, logits, weights, topk_idx, group_sizes) in one differentiable step, so that x's two gradients meet in one pass."""
+    return _forward(problem, given, kernels, x, mask)[0]
+
+
+def _forward(problem: Problem, given: tuple, kernels: tuple, x: Array, mask: Array | None) -> tuple[tuple, tuple]:
+    gate_kernel, gate_bias, expert_bias = given
+    z = logits(problem, x, gate_kernel, gate_bias)
+    topk_idx, found = select_and_place(problem, expert_bias, z)
+    weights = weights_at(problem, z, topk_idx)
+    if mask is not None:
+        topk_idx, weights = jnp.where(mask[:, None], topk_idx, -1), jnp.where(mask[:, None], weights, 0.0)
+        found = move.plan(topk_idx, problem.E)
+    y, saved = forward(problem, kernels, x, weights, topk_idx, found)
+    return (y, z, weights, topk_idx, found.group_sizes), (given, saved, z, mask)
+
+
+def _backward(problem: Problem, kept: tuple, d: tuple) -> tuple:
+    (gate_kernel, gate_bias, expert_bias), saved, z, mask = kept
+    dy, dz, d_weights = d[:3]
+    d_kernels, d_rows, through_experts = backward(problem, saved, dy)
+    d_weights = d_weights + through_experts
+    if mask is not None:
+        d_weights = jnp.where(mask[:, None], d_weights, 0.0)
+    _, pull = jax.vjp(lambda z: weights_at(problem, z, jnp.maximum(saved.topk_idx, 0)), z)
+    dz = dz + pull(d_weights)[0]
+    through_gate, d_gate = gate_gradients(saved.x, gate_kernel, dz)
+    dx = move.sum_rows(d_rows, saved.found.row_of_slot, bias=through_gate)
+    d_bias = None if gate_bias is None else dz.sum(axis=0).astype(gate_bias.dtype)
+    steered = None if expert_bias is None else jnp.zeros_like(expert_bias)
+    return (d_gate, d_bias, steered), d_kernels, dx, None
+
+
+_routed.defvjp(_forward, _backward)
 
 
 def _shared(problem: Problem, params: Params, x: Array) -> Array:
@@ -52,7 +92,7 @@ def _shared(problem: Problem, params: Params, x: Array) -> Array:
 
 
 def _losses(
-    problem: Problem, z: Array, routing: Routing, found: move.Plan, mask: Array | None, segment_ids: Array | None
+    problem: Problem, z: Array, topk_idx: Array, sizes: Array, mask: Array | None, segment_ids: Array | None
 ) -> Losses:
     """balance = E / (K n^2) * sum_e c_e * sum_t P_te over n real tokens; sequence: its mean over segments; z: logsumexp^2."""
     real = jnp.ones(problem.T, bool) if mask is None else mask
@@ -64,10 +104,10 @@ def _losses(
     def balance(counts: Array, probs: Array, n: Array) -> Array:
         return problem.E / problem.K * jnp.sum(counts * probs, axis=-1) / jnp.square(jnp.maximum(n, 1.0))
 
-    whole = balance(found.group_sizes.astype(jnp.float32), prob.sum(axis=0), n)
+    whole = balance(sizes.astype(jnp.float32), prob.sum(axis=0), n)
     sequence = whole
     if segment_ids is not None:
-        chosen = move.dense(jnp.ones(routing.topk_idx.shape, jnp.float32), routing.topk_idx, problem.E)
+        chosen = move.dense(jnp.ones(topk_idx.shape, jnp.float32), topk_idx, problem.E)
         segment = jnp.unique(segment_ids, return_inverse=True, size=problem.T)[1]
         sums = [jax.ops.segment_sum(a, segment, problem.T) for a in (chosen, prob, real[:, None].astype(jnp.float32))]
         size = sums[2][:, 0]

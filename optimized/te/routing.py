@@ -11,7 +11,7 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from ...parity.interface import Unsupported
 from ...parity.problem import Params, Problem, Routing
@@ -34,20 +34,22 @@ def route(problem: Problem, params: Params, x: Float[Array, "T D"]) -> Routing:
     ids in range; its weights are NaN. All in float32; expert_bias has gradient 0. Raises Unsupported for groups that TE
     does not rank as the contract does.
     """
-    return choose(problem, params, logits(problem, params, x)[1])
+    return choose(problem, params, logits(problem, x, params.gate_kernel, params.gate_bias))
 
 
-def logits(problem: Problem, params: Params, x: Float[Array, "T D"]) -> tuple[Float[Array, "T D"], Float[Array, "T E"]]:
-    """(x, x @ gate_kernel + gate_bias) in float32, on tensor cores: products of two bfloat16 numbers are exact in float32.
+def logits(
+    problem: Problem, x: Float[Array, "T D"], gate_kernel: Float[Array, "D E"], gate_bias: Float[Array, " E"] | None
+) -> Float[Array, "T E"]:
+    """x @ gate_kernel + gate_bias in float32, on tensor cores: products of two bfloat16 numbers are exact in float32.
 
     So widening the operands first would change no product. activation: rounded once to x's dtype, bias included.
     """
-    x, z = gated(x, params.gate_kernel)
-    if params.gate_bias is not None:
-        z = z + params.gate_bias.astype(jnp.float32)
+    z = _gate(x, gate_kernel)
+    if gate_bias is not None:
+        z = z + gate_bias.astype(jnp.float32)
     if problem.router.logits_dtype == "activation":
         z = jax.lax.reduce_precision(z, exponent_bits=8, mantissa_bits=7)
-    return x, z
+    return z
 
 
 def choose(problem: Problem, params: Params, z: Float[Array, "T E"]) -> Routing:
@@ -63,21 +65,34 @@ def choose(problem: Problem, params: Params, z: Float[Array, "T E"]) -> Routing:
         probs, chosen = _fused(problem, safe, score=router.score, pre_softmax=pre, scaling=router.scaling)
         topk_idx = move.chosen_ids(chosen, K)
         return Routing(topk_idx, _undefined_stays(z, move.take(probs, topk_idx)))
-    score, ranked = _scores(problem, params, safe)
+    score, ranked = _scores(problem, params.expert_bias, safe)
     _, chosen = _fused(problem, ranked, score="softmax", pre_softmax=False, scaling=1.0)
     topk_idx = move.chosen_ids(chosen, K)
     return Routing(topk_idx, _undefined_stays(z, _weights(problem, score, topk_idx)))
 
 
-def choose_and_place(problem: Problem, params: Params, z: Float[Array, "T E"]) -> tuple[Routing, move.Plan]:
-    """`choose` and the rows of its slots; in one kernel, with the lower index on exact ties, where there are no groups."""
-    if not kernels.usable() or problem.router.groups > 1 or problem.E > kernels.MOST_EXPERTS or problem.T == 0:
-        routing = choose(problem, params, z)
-        return routing, move.plan(routing.topk_idx, problem.E)
-    score, ranked = _scores(problem, params, _finite(z))
-    topk_idx, rank, totals = kernels.select(ranked, problem.K)
-    found = move.place(topk_idx, rank, totals, kernels.block_of(problem.E))
-    return Routing(topk_idx, _undefined_stays(z, _weights(problem, score, topk_idx))), found
+def select_and_place(
+    problem: Problem, expert_bias: Float[Array, " E"] | None, z: Float[Array, "T E"]
+) -> tuple[Int[Array, "T K"], move.Plan]:
+    """Each token's experts, and the rows of its slots: in one kernel where there are no groups, else by TE's.
+
+    The kernel gives exact ties to the lower index; TE's to whichever expert it meets first.
+    """
+    _, ranked = _scores(problem, expert_bias, _finite(z))
+    if kernels.usable() and problem.router.groups == 1 and kernels.can_select(*z.shape):
+        topk_idx, rank, totals = kernels.select(ranked, problem.K)
+        return topk_idx, move.place(topk_idx, rank, totals, kernels.block_of(*z.shape))
+    if not (able := selection(problem.router, problem.K, problem.E)):
+        raise Unsupported(able.reason)
+    _, chosen = _fused(problem, ranked, score="softmax", pre_softmax=False, scaling=1.0)
+    topk_idx = move.chosen_ids(chosen, problem.K)
+    return topk_idx, move.plan(topk_idx, problem.E)
+
+
+def weights_at(problem: Problem, z: Float[Array, "T E"], topk_idx: Int[Array, "T K"]) -> Float[Array, "T K"]:
+    """The weights of a choice, as a differentiable function of the logits; NaN in a row of logits stays in its weights."""
+    score, _ = _scores(problem, None, _finite(z))
+    return _undefined_stays(z, _weights(problem, score, topk_idx))
 
 
 def _finite(z: Array) -> Array:
@@ -88,10 +103,10 @@ def _undefined_stays(z: Array, weights: Array) -> Array:
     return jnp.where(jnp.isnan(z).any(axis=1, keepdims=True), math.nan, weights)
 
 
-def _scores(problem: Problem, params: Params, z: Array) -> tuple[Array, Array]:
+def _scores(problem: Problem, expert_bias: Array | None, z: Array) -> tuple[Array, Array]:
     """(scores, what is ranked)."""
     score = z if problem.router.softmax_order == "after" else SCORES[problem.router.score](z)
-    ranked = score if params.expert_bias is None else score + params.expert_bias
+    ranked = score if expert_bias is None else score + expert_bias
     return score, jax.lax.stop_gradient(ranked)
 
 
@@ -124,27 +139,30 @@ def _fused(
 
 
 @jax.custom_vjp
-def gated(x: Float[Array, "T D"], gate_kernel: Float[Array, "D E"]) -> tuple[Array, Array]:
-    """(x, x @ gate_kernel): x comes out as well, so that its two gradients meet in one product's epilogue."""
-    return x, jnp.matmul(x, gate_kernel, preferred_element_type=jnp.float32)
+def _gate(x: Array, gate_kernel: Array) -> Array:
+    return jnp.matmul(x, gate_kernel, preferred_element_type=jnp.float32)
 
 
-def _gated_forward(x: Array, gate_kernel: Array) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-    return gated(x, gate_kernel), (x, gate_kernel)
+def _gate_forward(x: Array, gate_kernel: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _gate(x, gate_kernel), (x, gate_kernel)
 
 
-def _gated_backward(saved: tuple[Array, Array], d: tuple[Array, Array]) -> tuple[Array, Array]:
-    x, gate_kernel = saved
-    dx, dz = d
+def _gate_backward(saved: tuple[Array, Array], dz: Array) -> tuple[Array, Array]:
+    return gate_gradients(*saved, dz)
+
+
+_gate.defvjp(_gate_forward, _gate_backward)
+
+
+def gate_gradients(
+    x: Float[Array, "T D"], gate_kernel: Float[Array, "D E"], dz: Float[Array, "T E"]
+) -> tuple[Float[Array, "T D"], Float[Array, "D E"]]:
+    """(gradient of x, gradient of gate_kernel) of x @ gate_kernel: dz as three bfloat16 pieces, so on tensor cores."""
     parts = move.pieces(dz, axis=1)
-    kernel = jnp.tile(gate_kernel, (1, move.PIECES))
-    through = jnp.einsum("tf,df->td", parts, kernel, preferred_element_type=jnp.float32)
-    d_kernel = jnp.einsum("td,tf->df", x, parts, preferred_element_type=jnp.float32)
+    dx = jnp.matmul(parts, jnp.tile(gate_kernel, (1, move.PIECES)).T, preferred_element_type=x.dtype)
+    d_kernel = jnp.matmul(x.T, parts, preferred_element_type=jnp.float32)
     d_kernel = d_kernel.reshape(*gate_kernel.shape[:1], move.PIECES, -1).sum(axis=1)
-    return (dx.astype(jnp.float32) + through).astype(x.dtype), d_kernel.astype(gate_kernel.dtype)
-
-
-gated.defvjp(_gated_forward, _gated_backward)
+    return dx, d_kernel.astype(gate_kernel.dtype)
 
 
 def _sqrtsoftplus(z: Array) -> Array:

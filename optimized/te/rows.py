@@ -56,7 +56,10 @@ def place(
 ) -> Plan:
     """The plan, from each slot's rank inside its block of tokens and each block's counts."""
     blocks, experts = totals.shape
-    before = jnp.einsum("ij,je->ie", _earlier(blocks), totals, preferred_element_type=jnp.float32).astype(jnp.int32)
+    if blocks <= kernels.BLOCKS:
+        before = jnp.matmul(_earlier(blocks), totals, preferred_element_type=jnp.float32).astype(jnp.int32)
+    else:  # the triangle would outgrow the counts
+        before = jnp.cumsum(totals.astype(jnp.int32), axis=0) - totals.astype(jnp.int32)
     group_sizes = totals.sum(axis=0, dtype=jnp.float32).astype(jnp.int32)
     room = (group_sizes + (align - 1)) // align * align
     base = before + (jnp.cumsum(room, dtype=jnp.int32) - room)
@@ -106,7 +109,7 @@ def sum_rows(
     if weights is not None:
         terms = terms * weights[:, :, None]
     total = jnp.where(at >= 0, terms, 0.0).sum(axis=1)
-    return (total if bias is None else bias + total).astype(rows.dtype)
+    return (total if bias is None else bias.astype(jnp.float32) + total).astype(rows.dtype)
 
 
 def of_slot(values: Float[Array, " P"], row_of_slot: Int[Array, "T K"]) -> Float[Array, "T K"]:
