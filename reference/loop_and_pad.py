@@ -15,13 +15,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from ..parity.interface import Implementation, Support
+from ..parity.interface import Implementation
 from ..parity.problem import Params, Problem, Routing
 from .activation import activate
 from .dense import matmul, product
+from .experts import experts_of
 from .grouped_gemm import grouped_gemm
 from .layer import layer_of
 from .permute import combine, gather, permute, token_of_row, unpermute
+from .recipes import grouped_gemm_of
 from .routing import route, update_bias
 
 
@@ -29,10 +31,14 @@ def experts(problem: Problem, params: Params, x: Float[Array, "T D"], routing: R
     """Runs the routed experts: y_t = sum_k w_tk * (act(x_t @ wi_e + b_e) @ wo_e + c_e), e = idx_tk.
 
     With early placement w_tk multiplies h before wo, and c_e. Each product, its bias added, is rounded once to the
-    storage dtype, and so is a (weighted) h; everything between accumulates in float32.
+    storage dtype, and so is a (weighted) h; everything between accumulates in float32. Under a recipe the operands are
+    quantised by emulation (see recipes.py), in one product over all rows instead of one an expert.
     """
     if problem.T == 0:
         return jnp.zeros_like(x)
+    if problem.recipe != "none":
+        gemm = grouped_gemm_of(problem.recipe, grouped_gemm)
+        return experts_of(permute=permute, grouped_gemm=gemm, unpermute=unpermute)(problem, params, x, routing)
     leaves = {name: leaf for name, leaf in params.named().items() if name in ("wi", "wo")}
     if problem.experts.wi_bias:
         leaves["wi_bias"] = params.need("wi_bias")
@@ -128,14 +134,6 @@ def _write(rows: Array, new: Array, at: Array) -> Array:
 layer = layer_of(route=route, experts=experts)
 
 
-def supports(problem: Problem) -> Support:
-    """Everything but quantised operands."""
-    return Support(
-        problem.recipe == "none",
-        "" if problem.recipe == "none" else f"recipe is {problem.recipe!r}; computes 'none' only",
-    )
-
-
 IMPLEMENTATION = Implementation(
     name="loop_and_pad",
     stages={
@@ -147,7 +145,6 @@ IMPLEMENTATION = Implementation(
         "layer": layer,
         "update_bias": update_bias,
     },
-    supports=supports,
     traits=frozenset({"deterministic"}),
     summary="the baseline: every expert padded to the worst case, static shapes",
 )

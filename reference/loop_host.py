@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from ..parity.interface import Implementation
+from ..parity.interface import Implementation, Support
 from ..parity.problem import Params, Problem, Routing
 from .activation import activate
 from .dense import product
@@ -42,9 +42,18 @@ def experts(problem: Problem, params: Params, x: Float[Array, "T D"], routing: R
 
 layer = layer_of(route=route, experts=experts)
 
+
+def supports(problem: Problem) -> Support:
+    """Everything but quantised operands."""
+    if problem.recipe != "none":
+        return Support(False, f"recipe is {problem.recipe!r}; loop_host computes 'none' only")
+    return Support(True)
+
+
 IMPLEMENTATION = Implementation(
     name="loop_host",
     stages={"experts": experts, "layer": layer},
+    supports=supports,
     traits=frozenset({"host-sync", "eager", "deterministic"}),
     summary="per-expert loop on counts copied to the host; recompiles",
 )

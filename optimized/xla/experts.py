@@ -14,6 +14,7 @@ from ...parity.problem import Params, Problem, Routing
 from .activation import activate, activate_vjp
 from .grouped_gemm import matmul
 from .permute import Slots, combine, sort_slots
+from .quantised import quantised_experts
 from .visit import Block, block_sizes, visit
 
 
@@ -29,6 +30,8 @@ def experts(problem: Problem, params: Params, x: Float[Array, "T D"], routing: R
     """
     if problem.T == 0:
         return jnp.zeros_like(x)
+    if problem.recipe != "none":
+        return quantised_experts(problem, params, x, routing)
     leaves = _Leaves(
         params.wi,
         params.wo,

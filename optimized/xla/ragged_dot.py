@@ -6,7 +6,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from ...parity.interface import Implementation
+from ...parity.interface import Implementation, Support
+from ...parity.problem import Problem
 from .permute import permute, unpermute
 
 
@@ -29,9 +30,17 @@ def grouped_gemm(
     return jnp.where(held, out, 0.0).astype(rows.dtype)
 
 
+def supports(problem: Problem) -> Support:
+    """Everything but quantised operands."""
+    if problem.recipe != "none":
+        return Support(False, f"recipe is {problem.recipe!r}; ragged_dot computes 'none' only")
+    return Support(True)
+
+
 IMPLEMENTATION = Implementation(
     name="ragged_dot",
     stages={"permute": permute, "unpermute": unpermute, "grouped_gemm": grouped_gemm},
+    supports=supports,
     traits=frozenset({"deterministic"}),
     summary="sort, then jax.lax.ragged_dot",
 )

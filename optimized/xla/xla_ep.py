@@ -97,6 +97,8 @@ def _run_local(local, problem, weights, rows, group_sizes, row_weights):
 def _supports(problem: Problem) -> Support:
     if problem.capacity_factor is not None:
         return Support(False, f"capacity_factor is {problem.capacity_factor}; accepted: None, since nothing is dropped")
+    if problem.recipe != "none":
+        return Support(False, f"recipe is {problem.recipe!r}; xla_ep computes 'none' only")
     if not (here := fits(problem)):
         return here
     return blocked.IMPLEMENTATION.supports(local_problem(problem, max(problem.T, 1)))
