@@ -11,7 +11,6 @@ from .experts import experts
 from .grouped_gemm import grouped_gemm
 from .permute import permute, unpermute
 
-
 IMPLEMENTATION = Implementation(
     name="blocked",
     stages={"permute": permute, "unpermute": unpermute, "grouped_gemm": grouped_gemm, "experts": experts},
