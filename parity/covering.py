@@ -168,7 +168,7 @@ def _sizes() -> list[tuple[int, int | str]]:
 
 def _tokens(K: int) -> int:
     """Few tokens keep running cheap, and leave experts idle; fewer still when each visits hundreds of experts."""
-    return 24 if K <= 17 else 6
+    return 24 if K <= 17 else 3
 
 
 def _valid(row: Mapping[str, Any]) -> bool:
@@ -177,8 +177,8 @@ def _valid(row: Mapping[str, Any]) -> bool:
     groups, group_topk = _GROUPS[row["groups"]]
     grouped = groups == 1 or (E % groups == 0 and E >= 2 * groups and K <= group_topk * E // groups)
     clamped = row["form"] != "clamp" or row["activation"] == "silu"
-    # Kernels up to 16 M numbers, and products of the routed rows that take the per-token oracle about a second.
-    affordable = 3 * E * D * F <= 16e6 and _tokens(K) * K * D * F <= 45e6
+    # Kernels up to 12 M numbers, and routed rows that take the per-token oracle a second or two.
+    affordable = 3 * E * D * F <= 12e6 and _tokens(K) * K * D * F <= 20e6
     return K <= E and grouped and clamped and affordable
 
 
