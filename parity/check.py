@@ -15,6 +15,7 @@ from .known import Known, apply_known
 from .laws import laws_named
 from .problem import InvalidInput
 from .profiles import profile as profile_named
+from .spec import parse_case
 from .suite import BAD, Verdict
 from .worker import Ready, Worker
 
@@ -85,6 +86,8 @@ def reproduce(job: Job, verdict: Verdict) -> str:
         words += ["--with", word]
     if job.arrays != "jax":
         words += ["--arrays", job.arrays]
+    for dtype in job.dtypes:
+        words += ["--dtypes", dtype]
     if job.profile == "gpu":
         words += ["--profile", "gpu"]
     return shlex.join(words)
@@ -134,11 +137,13 @@ def describe(job: Job, verdict: Verdict) -> list[str]:
             lines.append(f"  got      {f.got:.9g}, want {f.want:.9g}")
         lines.append(f"  says     {f.message}")
     if verdict.second is not None:
-        lines.append(f"  again    {verdict.second.message or 'the same case passed'}")
+        lines.append(f"  then     {verdict.second.message or 'the same case passed'}")
     if verdict.reason:
         lines.append(f"  because  {verdict.reason}")
     if verdict.case:
-        lines += [f"  case     {verdict.case}", f"  again    {reproduce(job, verdict)}"]
+        spec = parse_case(verdict.case)
+        routing = spec.pattern or "[" + ", ".join(str(list(row)) for row in spec.topk_idx or ()) + "]"
+        lines += [f"  seed     {spec.seed}", f"  routing  {routing}", f"  again    {reproduce(job, verdict)}"]
     return lines
 
 
@@ -164,7 +169,7 @@ def _apart(job: Job, timeout_s: float, names: Sequence[str], progress: Any) -> t
         ready: Ready = worker.start()
         notes = list(ready.notes)
         if ready.undecided:
-            notes += worker.settle(worker.probe())
+            notes = worker.probe()
         verdicts = []
         for i, name in enumerate(names):
             progress(name, i, len(names))

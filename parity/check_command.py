@@ -7,13 +7,13 @@ from typing import Annotated
 
 import typer
 
-from .check import Report, check, describe, junit
+from .check import check, junit
+from .check_report import record_matrix, record_report, show_matrix, show_report
 from .interface import Unsupported
 from .job import NotCallable
 from .known import SHIPPED, read_known
 from .problem import InvalidInput
-from .suite import BAD
-from .terminal import err, out, progress, table
+from .terminal import err, progress
 
 TARGET = Annotated[str, typer.Argument(help="A registered name, or package.module:attribute.", metavar="TARGET")]
 PROFILE = Annotated[str, typer.Option(help="quick, default, thorough or gpu.")]
@@ -37,6 +37,11 @@ TIMEOUT = Annotated[
 ]
 RECORD = Annotated[Path | None, typer.Option("--json", help="Write a record of the verdicts to this file.")]
 JUNIT = Annotated[Path | None, typer.Option("--junit", help="Write JUnit XML to this file.")]
+MUTANT = Annotated[list[str] | None, typer.Option("--only", help="A mutant's name; repeatable. [default: all]")]
+SEEDS = Annotated[int, typer.Option(help="Seeds at which a mutant's own law must kill it.", min=1)]
+WHOLE = Annotated[bool, typer.Option("--whole/--named", help="Every law of the changed stages, or the named one only.")]
+HONEST = ("loop_and_pad", "blocked")
+"""Implementations that must fail no law of the matrix."""
 
 
 def check_(
@@ -77,9 +82,9 @@ def check_(
     except NotCallable as wrong:
         err().print(f"dropless: {wrong}", highlight=False, markup=False, soft_wrap=True)
         return 1
-    _show(report)
+    show_report(report)
     if json_path is not None:
-        _record(report, json_path)
+        record_report(report, json_path)
     if junit_path is not None:
         from .records import write_text
 
@@ -87,85 +92,25 @@ def check_(
     return report.exit_code
 
 
-def _show(report: Report) -> None:
-    t = table(
-        "law",
-        "stage",
-        "verdict",
-        "% of bar",
-        "cases",
-        "why",
-        title=f"{report.target}: {report.job.profile} profile",
-        numbers=("% of bar", "cases"),
-    )
-    for v in report.verdicts:
-        style = "red" if v.status in BAD else "" if v.status == "agree" else "dim"
-        worst = f"{v.percent:.0f}" if v.percent is not None and v.status == "agree" else ""
-        t.add_row(v.law, v.stage, v.status, worst, str(v.examples or ""), v.reason, style=style)
-    out().print(t)
-    for note in report.notes:
-        out().print(note, highlight=False, markup=False, soft_wrap=True)
-    for v in report.verdicts:
-        if v.status in BAD or v.status in ("known", "expected-different"):
-            # Plain lines, never wrapped: the last one is there to be copied.
-            out().print("\n".join(describe(report.job, v)), highlight=False, markup=False, soft_wrap=True)
-    counts = [
-        f"{report.count(s)} {s}"
-        for s in ("agree", *BAD, "known", "expected-different", "cannot run")
-        if report.count(s)
-    ]
-    if not any(v.status != "cannot run" for v in report.verdicts):
-        counts.append("nothing was judged, which is no pass")
-    out().print(f"{', '.join(counts)} in {report.seconds:.0f} s", highlight=False)
+def mutants(
+    only: MUTANT = None,
+    seeds: SEEDS = 3,
+    whole: WHOLE = True,
+    json_path: RECORD = None,
+) -> int:
+    """The kill matrix: deliberately wrong layers, each with the law that must catch it, beside honest ones that must pass."""
+    from .kill import kill_matrix
+    from .mutants import mutants_named
+    from .registry import complete, get
 
-
-def _record(report: Report, path: Path) -> None:
-    from .records import FindingRecord, ResultRecord, new_case, new_record, write
-    from .spec import parse_case
-    from .profiles import PLAIN
-    from .check import reproduce
-
-    record = new_record("check", seed=report.job.seed, command={"check": report.target, "profile": report.job.profile})
-    bad = [v for v in report.verdicts if v.status in BAD]
-    known = any(v.status == "known" for v in report.verdicts)
-    different = any(v.status == "expected-different" for v in report.verdicts)
-    verdict = "disagree" if bad else "expected-different" if different else "known" if known else "agree"
-    if not bad and report.exit_code:
-        verdict = "cannot run"
-    findings = []
-    for v in report.verdicts:
-        f = v.finding
-        findings.append(
-            FindingRecord(
-                tensor=f.tensor if f else "",
-                stage=v.stage,
-                ok=v.status not in BAD,
-                check=f.check if f else "values",
-                percent=None
-                if v.percent is None and (f is None or f.measured is None)
-                else (100 * f.measured if f and f.measured is not None else v.percent),
-                message=(f.message if f else "") or v.reason,
-                law=v.law,
-                verdict="disagree" if v.status == "alarm" else v.status,
-                reproduce=reproduce(report.job, v) if v.case else "",
-                routing=v.case,
-            )
-        )
-    problem = parse_case(report.job.case).problem if report.job.case else PLAIN[0]
-    case = new_case(f"laws, {report.job.profile} profile", problem, source="drawn routings")
-    reason = bad[0].law if bad else ""
-    case.results.append(
-        ResultRecord(
-            implementation=report.target,
-            verdict=verdict,
-            reason=reason,
-            own_stages=list(report.own),
-            findings=findings,
-            notes={"notes": list(report.notes), "seconds": report.seconds},
-        )
-    )
-    record.cases.append(case)
-    write(path, record)
+    chosen = mutants_named(only or ())
+    honest = [] if only else [complete(get(name)) for name in HONEST]
+    with progress(total=len(chosen) + len(honest), first="starting") as step:
+        matrix = kill_matrix(chosen, honest=honest, seeds=tuple(range(seeds)), whole=whole, progress=step)
+    show_matrix(matrix)
+    if json_path is not None:
+        record_matrix(matrix, json_path)
+    return int(not matrix.ok)
 
 
 def _words(text: str) -> tuple[str, ...]:

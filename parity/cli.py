@@ -84,6 +84,7 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
 for _function in (
     cli_compare.compare,
     check_command.check_,
+    check_command.mutants,
     cli_info.list_,
     cli_info.doctor,
     cli_info.bars,

@@ -5,18 +5,19 @@ from __future__ import annotations
 import dataclasses
 import pkgutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import jax.numpy as jnp
 import numpy as np
 
-from . import law_tools, registry
+from . import law_tools, registry, running
 from .arrays import speaking
 from .inputs import make_case
 from .interface import Implementation, Unsupported
 from .judge import experts_findings
 from .law import FEATURES
+from .law_tools import with_routing
 from .laws import laws_named
 from .problem import InvalidInput, Problem
 from .profiles import LARGE, check_words, is_bare, plain_problems, profile
@@ -37,8 +38,8 @@ class Job:
     arrays: str = "jax"
     case: str = ""
     shrink: bool = True
-    no_expert: bool | None = None
-    """Whether a bare function is judged on slots of -1; None asks `Bench.probe`."""
+    handles: tuple[str, ...] | None = None
+    """What `Bench.probe` found of a bare function; None when it was not asked."""
     sys_path: tuple[str, ...] = ()
 
 
@@ -53,33 +54,51 @@ class Bench:
     job: Job
     implementation: Implementation
     bare: bool
+    declared: bool
+    """Whether a bare function says its dtypes."""
     shapes: tuple[Problem, ...]
     settings: Settings
     large: tuple[Problem, ...] = (LARGE,)
     notes: list[str] = field(default_factory=list)
 
     def undecided(self) -> bool:
-        """Whether this is a bare function of which nobody has said if it handles slots of -1."""
-        return self.bare and "no-expert" not in self.job.wider and self.job.no_expert is None
+        """Whether this is a bare function of which nobody has said what it handles."""
+        return self.bare and self.job.handles is None
 
-    def probe(self) -> str:
-        """Why slots of -1 should not be judged: what the target did on finite ones; empty when it handled them."""
+    def probe(self) -> tuple[str, ...]:
+        """What a bare function handles beyond float32, as words for `handles`: dtypes that it returns, slots of -1.
+
+        Only what was not asked for is probed; a word that begins with "no " says why something is left out.
+        """
+        words: list[str] = []
         problem = self.shapes[0]
-        ids = np.array(make_case(problem, pattern="zipf").routing.topk_idx)
-        ids[::3, -1] = -1
-        try:
-            findings = experts_findings(self.implementation, make_case(problem, routing=ids), grad=False)
-        except Unsupported as declined:
-            return str(declined)
-        wrong = [f for f in findings if not f.ok]
-        return (wrong[0].message or f"{wrong[0].tensor} is wrong") if wrong else ""
+        for shape in self.shapes[1:] if not (self.job.dtypes or self.declared) else ():
+            try:
+                running.experts(self.implementation, make_case(shape), grad=True)
+            except Exception as error:  # whatever it does in another dtype is its own business
+                words.append(f"no {shape.dtype}: {' '.join(str(error).split())[:200]}")
+            else:
+                words.append(shape.dtype)
+        if "no-expert" not in self.job.wider:
+            ids = np.array(make_case(problem, pattern="zipf").routing.topk_idx)
+            ids[::3, -1] = -1
+            case = make_case(problem, routing=ids)
+            # Such a weight is ignored by contract: a layer that reads it does not know slots of -1.
+            held = np.where(ids < 0, 3, case.routing.topk_weights)
+            wrong = [
+                f for f in experts_findings(self.implementation, with_routing(case, ids, held), grad=False) if not f.ok
+            ]
+            words.append(f"no slots of -1: {wrong[0].message or wrong[0].tensor}" if wrong else "no-expert")
+        return tuple(words)
 
-    def decide(self, reason: str) -> None:
-        """Judges slots of -1 from here on, or notes why not."""
-        if reason:
-            self.notes.append(not_judged(reason))
-        else:
+    def decide(self, words: tuple[str, ...]) -> None:
+        """Keeps to what the probe found, and notes what is left out and why."""
+        self.job = dataclasses.replace(self.job, handles=words)
+        left_out = [w for w in words if w.startswith("no ")]
+        self.shapes = tuple(p for p in self.shapes if not any(w.startswith(f"no {p.dtype}:") for w in left_out))
+        if "no-expert" in words:
             self.settings = dataclasses.replace(self.settings, features=(*self.settings.features, "no-expert"))
+        self.notes = noted(self.shapes, self.job)
 
     def run(self, name: str, announce: Callable[[CaseSpec], None] = lambda spec: None) -> Verdict:
         """The verdict of one law."""
@@ -91,9 +110,16 @@ class Bench:
         return run_law(law, self.implementation, self.shapes, self.settings, announce, large=self.large)
 
 
-def not_judged(reason: str) -> str:
-    """The note on a bare function that does not handle slots of -1."""
-    return f"slots of -1 are not judged ({reason}); --with no-expert demands them"
+def noted(shapes: Sequence[Problem], job: Job) -> list[str]:
+    """What a bare function is judged on, and what is left out."""
+    dtypes = ", ".join(dict.fromkeys(p.dtype for p in shapes))
+    words = [*job.wider, *(["slots of -1"] if "no-expert" in (job.handles or ()) else [])]
+    notes = [f"judged on gated SiLU in {dtypes}" + (f", with {', '.join(words)}" if words else ", without bias")]
+    for word in job.handles or ():
+        if word.startswith("no "):
+            remedy = "--with no-expert" if word.startswith("no slots") else f"--dtypes {word[3:].partition(':')[0]}"
+            notes.append(f"not judged on {word[3:]} ({remedy} demands it)")
+    return notes
 
 
 def load(job: Job, implementation: Implementation | None = None) -> Bench:
@@ -112,20 +138,18 @@ def load(job: Job, implementation: Implementation | None = None) -> Bench:
     bare = is_bare(own)
     whole = own if "numpy" in own.traits else registry.complete(own)
     law_tools.use_oracle(chosen.oracle)
-    notes: list[str] = []
+    declared = bare and bool(getattr(own.stages["experts"], "dtypes", ()))
     if bare:
-        dtypes = job.dtypes or _own_dtypes(own, job)
-        shapes = plain_problems(dtypes, words)
-        features = tuple(w for w in FEATURES if w in words or (w == "no-expert" and job.no_expert))
-        notes.append(
-            f"judged on gated SiLU without bias in {', '.join(dtypes)}"
-            + (f", with {', '.join(words)}" if words else "")
-        )
+        shapes = plain_problems(job.dtypes or _own_dtypes(own, job), words)
+        features = tuple(w for w in FEATURES if w in words)
     else:
         shapes = tuple(p for p in chosen.problems() if not job.dtypes or p.dtype in job.dtypes)
         features = FEATURES
     settings = Settings(job.seed, job.max_examples or chosen.max_examples, job.shrink, features)
-    return Bench(job, whole, bare, shapes, settings, notes=notes)
+    bench = Bench(job, whole, bare, declared, shapes, settings)
+    if bare:
+        bench.decide(job.handles) if job.handles is not None else bench.notes.extend(noted(shapes, job))
+    return bench
 
 
 def _find(job: Job) -> Implementation:

@@ -13,8 +13,11 @@ from .inputs import Case
 from .interface import Implementation
 from .problem import Problem
 
-FEATURES = ("no-expert", "empty")
-"""What a problem does not show: slots of -1, and batches without tokens. A suite is told which a target has."""
+FEATURES = ("no-expert", "empty", "layer")
+"""What a problem does not show: slots of -1, batches without tokens, a layer around the experts. A suite is told which to judge."""
+
+SINGLE = ("route", "permute", "unpermute", "grouped_gemm", "update_bias")
+"""Stages that say nothing about a target when they are the baseline's."""
 
 Check = Callable[[Implementation, Case], list[Finding]]
 
@@ -44,6 +47,10 @@ class Law:
         """Why the law does not apply, naming the first need that does not hold; empty when it applies."""
         if not implementation.offers(self.stage):
             return f"offers no {self.stage}"
+        if self.stage in SINGLE and self.stage in implementation.composed:
+            return f"its {self.stage} is the baseline's"
+        if self.stage == "layer" and "layer" in implementation.composed and "layer" not in features:
+            return "a layer around its experts is not judged here"
         for need in sorted(self.needs):
             if reason := NEEDS[need](implementation, problem, frozenset(features)):
                 return reason
@@ -100,12 +107,6 @@ def _own_layer(implementation: Implementation, problem: Problem, features: froze
     return ""
 
 
-def _own_router(implementation: Implementation, problem: Problem, features: frozenset[str]) -> str:
-    if "route" in implementation.composed:
-        return "its router is the baseline's"
-    return ""
-
-
 def _ranks(implementation: Implementation, problem: Problem, features: frozenset[str]) -> str:
     if not implementation.offers("ep_dispatch"):
         return "does not spread over ranks"
@@ -118,7 +119,6 @@ NEEDS: Mapping[str, Callable[[Implementation, Problem, frozenset[str]], str]] = 
     "device sizes": _trait("host-sync", "copies group sizes to the host"),
     "deterministic": _claims("deterministic"),
     "dropless": _trait("drops", "drops on purpose"),
-    "own router": _own_router,
     "own layer": _own_layer,
     "reports routing": _trait("opaque", "does not report its routing"),
     "opaque": _claims("opaque"),

@@ -100,7 +100,7 @@ def scan(implementation: Implementation, case: Case) -> list[Finding]:
     def spread(name: str, _: np.ndarray) -> np.ndarray:
         return np.sqrt(sum(v[name].gauge ** 2 for v in views)) + _rounding(case.problem, sums[name])
 
-    total = moved({name: views[0][name] for name in sums}, spread)
+    total = moved({name: views[0][name] for name in sums}, gauge=spread)
     return findings + by_gauge(case.problem, total, {name: grads[name] for name in sums}, sums)
 
 

@@ -13,7 +13,7 @@ from .draws import stream
 from .inputs import Case
 from .interface import Implementation
 from .law import Law, law
-from .law_tools import by_bits, by_gauge, dtype_of, judge, moved, oracle_view, real_rows, with_routing
+from .law_tools import by_bits, by_bits_or_gauge, by_gauge, dtype_of, judge, moved, oracle_view, real_rows, with_routing
 from .problem import Params, Problem, Routing
 
 TOKEN_TENSORS = ("y", "x", "topk_weights")
@@ -27,7 +27,7 @@ def permute_tokens(implementation: Implementation, case: Case) -> list[Finding]:
     base = running.experts(implementation, case)
     permuted = running.experts(implementation, _take(case, order))
     want = {name: base[name][order] if name in TOKEN_TENSORS else base[name] for name in base}
-    views = moved(oracle_view(case), lambda name, g: g[order] if name in TOKEN_TENSORS else g)
+    views = moved(oracle_view(case), rows=lambda name: order if name in TOKEN_TENSORS else None)
     return by_gauge(case.problem, views, permuted, want)
 
 
@@ -38,7 +38,7 @@ def prefix(implementation: Implementation, case: Case) -> list[Finding]:
     base = running.experts(implementation, case)
     got = running.experts(implementation, _take(case, np.arange(half)))
     want = {name: base[name][:half] for name in TOKEN_TENSORS if name in base}
-    views = moved(oracle_view(case), lambda name, g: g[:half] if name in TOKEN_TENSORS else g)
+    views = moved(oracle_view(case), rows=lambda name: slice(half) if name in TOKEN_TENSORS else None)
     return by_gauge(case.problem, views, got, want)
 
 
@@ -76,7 +76,7 @@ def relabel_experts(implementation: Implementation, case: Case) -> list[Finding]
     )
     base, got = running.experts(implementation, case), running.experts(implementation, renamed)
     want = {name: v[order] if name in running.EXPERT_LEAVES else v for name, v in base.items()}
-    views = moved(oracle_view(case), lambda name, g: g[order] if name in running.EXPERT_LEAVES else g)
+    views = moved(oracle_view(case), rows=lambda name: order if name in running.EXPERT_LEAVES else None)
     return by_gauge(case.problem, views, got, want)
 
 
@@ -92,7 +92,7 @@ def permute_slots(implementation: Implementation, case: Case) -> list[Finding]:
     shuffled = with_routing(case, follow(real_rows(case)), follow(np.asarray(case.routing.topk_weights)))
     base, got = running.experts(implementation, case), running.experts(implementation, shuffled)
     want = {name: follow(v) if name == "topk_weights" else v for name, v in base.items()}
-    views = moved(oracle_view(case), lambda name, g: follow(g) if name == "topk_weights" else g)
+    views = moved(oracle_view(case), gauge=lambda name, g: follow(g) if name == "topk_weights" else g)
     return by_gauge(case.problem, views, got, want)
 
 
@@ -119,7 +119,7 @@ def linear_weights(implementation: Implementation, case: Case) -> list[Finding]:
     doubled = with_routing(case, real_rows(case), 2 * np.asarray(case.routing.topk_weights))
     got = running.experts(implementation, doubled)
     want = {name: v.astype(np.float64) * (1 if name == "topk_weights" else 2) for name, v in base.items()}
-    views = moved(oracle_view(case), lambda name, g: g if name == "topk_weights" else 2 * g)
+    views = moved(oracle_view(case), gauge=lambda name, g: g if name == "topk_weights" else 2 * g)
     return by_gauge(case.problem, views, got, want)
 
 
@@ -150,7 +150,7 @@ def all_experts_are_a_mixture(implementation: Implementation, case: Case) -> lis
     return [_dense_finding(case, got, want)]
 
 
-@law("tokens-apart", stage="experts", judged_by="bits", faults="BEJ", needs={"deterministic", "T >= 2", "unquantised"})
+@law("tokens-apart", stage="experts", judged_by="bits", faults="BEJ", needs={"T >= 2", "unquantised"})
 def tokens_apart(implementation: Implementation, case: Case) -> list[Finding]:
     """Changing one token's values changes its own row of y and no bit of any other."""
     token = case.seed % case.problem.T
@@ -159,7 +159,7 @@ def tokens_apart(implementation: Implementation, case: Case) -> list[Finding]:
     base = running.experts(implementation, case)["y"]
     got = running.experts(implementation, case.replace(x=jnp.asarray(x)))["y"]
     others = np.arange(case.problem.T) != token
-    return by_bits({"y": got[others]}, {"y": base[others]})
+    return by_bits_or_gauge(implementation, case, {"y": got[others]}, {"y": base[others]}, others)
 
 
 def dense(problem: Problem, params: Params, x: np.ndarray, expert: int) -> np.ndarray:

@@ -18,7 +18,7 @@ from .law import Law, law
 from .law_tools import expect, live_case, route_findings
 from .problem import Params, Problem, Routing
 
-OWN = {"own router", "no mesh"}
+OWN = {"no mesh"}
 
 
 @law("routes", stage="route", judged_by="gauge", faults="CEF", needs=OWN)

@@ -33,18 +33,27 @@ def index_width(implementation: Implementation, case: Case) -> list[Finding]:
     )
     if not implementation.supports(problem):
         return []
-    params = jax.tree.map(lambda leaf: leaf, case.params)
-    shapes = _shapes(problem, params)
+    P = problem.padded_rows()
+    x, rows = _of((TOKENS, WIDTH), problem.dtype), _of((P, WIDTH), problem.dtype)
     routing = Routing(_of((TOKENS, SLOTS), jnp.int32), _of((TOKENS, SLOTS), jnp.float32))
-    x = _of((TOKENS, WIDTH), problem.dtype)
-    fn = functools.partial(implementation.stage("experts"), problem)
-    closed = jax.make_jaxpr(fn)(shapes, x, routing)
-    known: dict[Any, Range] = {}
-    for var in closed.jaxpr.invars:
-        if _is_integer(var.aval):
-            known[var] = (-1, problem.E - 1)
-    faults = list(dict.fromkeys(_faults(closed.jaxpr, known)))
-    return [expect("index", not faults, "; ".join(faults[:3]))]
+    places = _of((TOKENS, SLOTS), jnp.int32)
+    # Integers come in as ids, or as row_of_slot in the last place.
+    inputs = {
+        "experts": (_shapes(problem, case.params), x, routing),
+        "permute": (x, routing),
+        "unpermute": (rows, routing, places),
+    }
+    faults: dict[str, None] = {}
+    for stage, args in inputs.items():
+        if not implementation.offers(stage):
+            continue
+        closed = jax.make_jaxpr(functools.partial(implementation.stage(stage), problem))(*args)
+        integers = [var for var in closed.jaxpr.invars if _is_integer(var.aval)]
+        known: dict[Any, Range] = dict.fromkeys(integers, (-1, problem.E - 1))
+        if stage == "unpermute":
+            known[integers[-1]] = (-1, P - 1)
+        faults |= dict.fromkeys(f"{stage}: {fault}" for fault in _faults(closed.jaxpr, known))
+    return [expect("index", not faults, "; ".join(list(faults)[:3]))]
 
 
 def _faults(jaxpr: Any, known: dict[Any, Range]) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from multiprocessing.connection import Connection
 
 from .interface import Unsupported
@@ -27,12 +28,17 @@ def serve(pipe: Connection) -> None:
             asked = pipe.recv()
         except EOFError:  # the parent is gone
             return
-        if isinstance(asked, tuple):
-            bench.decide(asked[1])
-        elif asked == "probe":
-            pipe.send(("probed", bench.probe()))
+        if asked == "probe":
+            bench.decide(bench.probe())
+            pipe.send(("probed", bench.job.handles, bench.notes))
+            continue
+        try:
+            verdict = bench.run(asked, lambda spec: pipe.send(("case", spec.literal())))
+        except Exception as error:  # a fault of this suite, since a target's is a verdict: say so, and go on
+            traceback.print_exc()
+            pipe.send(("bug", f"{type(error).__name__}: {error}"))
         else:
-            pipe.send(("verdict", bench.run(asked, lambda spec: pipe.send(("case", spec.literal())))))
+            pipe.send(("verdict", verdict))
 
 
 if __name__ == "__main__":

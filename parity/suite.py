@@ -7,11 +7,15 @@ is `not repeatable`. Settings are objects and no database is kept, so nothing is
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
+
+import jax
 
 from . import law_tools, running
 from .compare import Finding
@@ -93,6 +97,7 @@ def run_law(
     A law that says so also runs once at each of the `large` shapes.
     """
     start = time.perf_counter()
+    implementation = guarded(implementation)
     search = _Search(law, implementation, announce)
     fitting: list[Problem] = []
     for problem in shapes:
@@ -121,12 +126,45 @@ def run_law(
 def run_case(law: Law, implementation: Implementation, spec: CaseSpec, features: Sequence[str] = FEATURES) -> Verdict:
     """The verdict of one law on one case, as `--case` asks for it."""
     start = time.perf_counter()
+    implementation = guarded(implementation)
     search = _Search(law, implementation, lambda spec: None)
     reason = law.unmet(implementation, spec.problem, features) or _declines(implementation, spec.problem)
     if reason:
         return Verdict(law.name, law.stage, "cannot run", reason)
     _try(search, spec)
     return _conclude(search, time.perf_counter() - start)
+
+
+class TargetRaised(Exception):
+    """Something went wrong inside a stage of the target, and not in this suite."""
+
+    def __init__(self, error: Exception):
+        super().__init__(str(error))
+        self.error = error
+
+
+def guarded(implementation: Implementation) -> Implementation:
+    """The implementation with stages whose exceptions are told from this suite's own."""
+    stages = {name: _guarded(fn) for name, fn in implementation.stages.items()}
+    return dataclasses.replace(implementation, stages=stages)
+
+
+@functools.lru_cache(maxsize=1024)
+def _guarded(fn: Callable[..., Any]) -> Callable[..., Any]:
+    # One wrapper a function: executables and results are kept by the function's identity.
+    if hasattr(fn, "_dropless_guarded"):
+        return fn
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return fn(*args, **kwargs)
+        except (Unsupported, WrongKind, TargetRaised):
+            raise
+        except Exception as error:
+            raise TargetRaised(error) from error
+
+    run._dropless_guarded = True  # type: ignore[attr-defined]
+    return run
 
 
 def pinned(problem: Problem, seed: int) -> list[CaseSpec]:
@@ -146,7 +184,7 @@ def _draw(search: _Search, problem: Problem, settings: Settings) -> None:
     import hypothesis
     from hypothesis import HealthCheck, Phase
 
-    from .strategies import case_specs
+    from .strategies import case_specs, no_folder
 
     phases = (Phase.generate, Phase.shrink) if settings.shrink else (Phase.generate,)
     no_expert = "no-expert" in settings.features
@@ -172,7 +210,8 @@ def _draw(search: _Search, problem: Problem, settings: Settings) -> None:
                 raise AssertionError(search.failing[1].message)
 
     try:
-        holds()
+        with no_folder():
+            holds()
     except (_Enough, AssertionError, hypothesis.errors.FlakyFailure, hypothesis.errors.Flaky):
         # The search keeps the smallest failing case itself, and runs it again before it reports it.
         if search.failing is None:
@@ -198,7 +237,9 @@ def _first_failure(search: _Search, spec: CaseSpec) -> Finding | None:
     except Unsupported as declined:
         search.declined.append(str(declined))
         return None
-    except Exception as error:  # a target may fail in any way; the verdict says which
+    except TargetRaised as raised:
+        findings = [Finding(tensor="", check="ran", ok=False, message=_short(raised.error))]
+    except jax.errors.JaxRuntimeError as error:  # raised when its compiled code runs, outside of any stage's call
         findings = [Finding(tensor="", check="ran", ok=False, message=_short(error))]
     search.judged += bool(findings)
     for finding in findings:

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.connection import Pipe as _Pipe
 
 from .compare import Finding
-from .job import Job, not_judged
+from .job import Job
 from .laws import laws_named
 from .problem import InvalidInput
 from .suite import Verdict
@@ -62,23 +62,19 @@ class Worker:
             raise values[0]
         raise InvalidInput(f"{self.job.target} does not import: the process {_ended(kind, values)}")
 
-    def probe(self) -> str:
-        """Why a bare function is not judged on slots of -1; empty when it handles them."""
+    def probe(self) -> list[str]:
+        """Lets a bare function show what it handles, keeps every process to that, and returns the notes on it."""
         if self.process is None:
             self.start()
         self._send("probe")
         kind, *values = self._hear(self.timeout_s)
         if kind == "probed":
-            return values[0]
+            words, notes = values
+            self.job = dataclasses.replace(self.job, handles=words)
+            return notes
         self.close()
-        return f"the process {_ended(kind, values)} on them"
-
-    def settle(self, reason: str) -> list[str]:
-        """Judges slots of -1 from here on, in every process to come, or returns the note that says why not."""
-        self.job = dataclasses.replace(self.job, no_expert=not reason)
-        if self.process is not None:
-            self._send(("settle", reason))
-        return [not_judged(reason)] if reason else []
+        self.job = dataclasses.replace(self.job, handles=(f"no slots of -1: the process {_ended(kind, values)}",))
+        return list(self.start().notes)
 
     def judge(self, name: str) -> Verdict:
         """The verdict of one law; a hang or a death is a verdict too, and the next law gets a new process."""
@@ -97,6 +93,8 @@ class Worker:
                 case = values[0]
             elif kind == "verdict":
                 return values[0]
+            elif kind == "bug":
+                return Verdict(name, law.stage, "alarm", f"dropless itself failed: {values[0]}", case=case)
             else:
                 self.close()
                 if kind == "hung":

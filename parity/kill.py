@@ -1,0 +1,160 @@
+"""The kill matrix: every mutant against every law of the stages that it changes, and honest code beside them.
+
+A mutant is killed when the law that it names fails at every seed. Shapes are tiny and few, and executables are built
+with less optimisation, so the whole matrix takes minutes; a stage that a mutant leaves alone is the honest one, which
+all mutants share.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from . import running
+from .interface import Implementation
+from .law import Law
+from .laws import LAWS, laws_named
+from .mutant import Mutant, reference
+from .problem import Problem
+from .suite import Settings, run_law
+
+Cell = Literal["killed", "raised", "passed", "not run"]
+
+SEEDS = (0, 1, 2)
+EXAMPLES = 5
+"""Drawn routings beside the pinned ones: those of the quick profile."""
+
+PLAIN = Problem(T=32, K=2, E=8, D=33, F=33)
+RICH = Problem(T=16, K=3, E=16, D=33, F=33).replace(
+    router_score="sigmoid",
+    router_groups=4,
+    router_group_topk=2,
+    router_group_score_topk=2,
+    router_selection_bias=True,
+    router_gate_bias=True,
+    experts_wi_bias=True,
+    experts_wo_bias=True,
+)
+TOP_1 = Problem(T=16, K=1, E=4, D=33, F=33)
+WIDE = Problem(T=32, K=8, E=16, D=96, F=96, dtype="bfloat16")
+"""Wide enough for the row bar, and bfloat16, where a small fault can hide behind rounding."""
+MANY = Problem(T=65_536, K=2, E=4, D=33, F=8)
+
+
+@dataclass
+class Row:
+    """One mutant's line of the matrix."""
+
+    mutant: str
+    fault: str
+    law: str
+    killed: bool
+    """By the law that it names, at every seed."""
+    said: str
+    """What that law said."""
+    cells: dict[str, Cell] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+@dataclass
+class Matrix:
+    """The whole result."""
+
+    rows: list[Row]
+    honest: dict[str, list[str]]
+    """Honest implementation -> laws that it failed; every list must be empty."""
+    seeds: tuple[int, ...]
+    seconds: float = 0.0
+
+    @property
+    def kill_rate(self) -> float:
+        """Share of the mutants that the law they name killed at every seed."""
+        return sum(r.killed for r in self.rows) / max(len(self.rows), 1)
+
+    @property
+    def ok(self) -> bool:
+        """Whether every mutant is dead and no honest implementation failed."""
+        return bool(self.rows) and self.kill_rate == 1 and not any(self.honest.values())
+
+
+def kill_matrix(
+    mutants: Sequence[Mutant],
+    *,
+    honest: Sequence[Implementation] = (),
+    seeds: tuple[int, ...] = SEEDS,
+    whole: bool = True,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Matrix:
+    """Runs the named law at every seed, and with `whole` every other law of the changed stages at the first seed.
+
+    Laws that run once a suite compile programs of their own: they run for honest code, and for a mutant that names one.
+    """
+    start = time.perf_counter()
+    running.OPTIONS.update(running.QUICK_COMPILE)
+    try:
+        rows = []
+        for mutant in mutants:
+            progress(mutant.name)
+            rows.append(_row(mutant, seeds, whole))
+        failed = {}
+        for implementation in honest:
+            progress(implementation.name)
+            failed[implementation.name] = _failed(implementation, mutants, seeds)
+    finally:
+        running.OPTIONS.clear()
+    return Matrix(rows, failed, seeds, time.perf_counter() - start)
+
+
+def shapes_for(law: Law, mutant: Mutant | None = None) -> tuple[Problem, ...]:
+    """The one shape on which a law judges mutants: the first that has what it needs."""
+    if mutant is not None and mutant.fault == "M" and law.name == mutant.law:
+        return (MANY,) if law.name == "exact-experts" else (WIDE,)
+    honest = reference("loop_and_pad").IMPLEMENTATION
+    return next(((p,) for p in (PLAIN, RICH, TOP_1) if not law.unmet(honest, p)), (PLAIN,))
+
+
+def _row(mutant: Mutant, seeds: tuple[int, ...], whole: bool) -> Row:
+    start = time.perf_counter()
+    implementation = mutant.build()
+    named = laws_named([mutant.law])[0]
+    row = Row(mutant.name, mutant.fault, mutant.law, killed=True, said="")
+    for seed in seeds:
+        cell, said = _cell(named, implementation, shapes_for(named, mutant), seed)
+        # A fault that shows as an exception says so; for all others an exception would be an accident.
+        row.killed &= cell == "killed" or (cell == "raised" and mutant.raises)
+        row.said = row.said or said
+        row.cells[named.name] = cell
+    for law in LAWS:
+        if law is named:
+            continue
+        touched = law.stage in mutant.stages and law.scope != "once"
+        row.cells[law.name] = (
+            _cell(law, implementation, shapes_for(law), seeds[0])[0] if whole and touched else "not run"
+        )
+    row.seconds = time.perf_counter() - start
+    return row
+
+
+def _cell(law: Law, implementation: Implementation, shapes: tuple[Problem, ...], seed: int) -> tuple[Cell, str]:
+    verdict = run_law(law, implementation, shapes, Settings(seed, EXAMPLES, shrink=False))
+    if verdict.status == "cannot run":
+        return "not run", verdict.reason
+    if verdict.finding is None:
+        return "passed", ""
+    return "raised" if verdict.finding.check == "ran" else "killed", verdict.finding.message
+
+
+def _failed(implementation: Implementation, mutants: Sequence[Mutant], seeds: tuple[int, ...]) -> list[str]:
+    """The laws that an honest implementation fails, on every shape on which mutants are judged."""
+    named = {m.law for m in mutants}
+    failed = []
+    for law in LAWS:
+        shapes = shapes_for(law) + tuple(s for m in mutants if m.law == law.name for s in shapes_for(law, m))
+        for seed in seeds if law.name in named else seeds[:1]:
+            cell, said = _cell(law, implementation, tuple(dict.fromkeys(shapes)), seed)
+            if cell in ("killed", "raised"):
+                failed.append(f"{law.name}: {said}")
+                break
+    return failed
