@@ -8,6 +8,7 @@ that each refusal can be tested on a machine without a GPU.
 from __future__ import annotations
 
 import threading
+import warnings
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -128,9 +129,7 @@ def start(problem: Problem, *, capacity: int | None = None, drop_on_overflow: bo
             return _STATE.signature
         _eagerly(lambda: _bootstrap(wanted, drop_on_overflow))
         # TE reads its mesh and axis names when XLA partitions the program, after this call has returned: they stay.
-        _STATE.entered = ExitStack()
-        for context in _contexts(wanted.mesh):
-            _STATE.entered.enter_context(context)
+        _STATE.entered = _enter(wanted.mesh)
         _STATE.signature = wanted
         return wanted
 
@@ -163,9 +162,7 @@ def _bootstrap(wanted: Signature, drop_on_overflow: bool) -> None:
     from transformer_engine.jax import moe
     from transformer_engine.jax.ep import ep_bootstrap
 
-    with ExitStack() as stack:
-        for context in _contexts(wanted.mesh):
-            stack.enter_context(context)
+    with _enter(wanted.mesh):
         ep_bootstrap(
             world_size=wanted.mesh.devices,
             rank=jax.process_index(),
@@ -182,12 +179,20 @@ def _bootstrap(wanted: Signature, drop_on_overflow: bool) -> None:
         record(wanted.E, wanted.tokens, wanted.capacity, wanted.D, wanted.mesh.ep)
 
 
-def _contexts(mesh: Mesh) -> tuple[Any, ...]:
+def _enter(mesh: Mesh) -> ExitStack:
+    """The device mesh and its axis names, where TE looks for them."""
     from transformer_engine.jax.sharding import MeshResource, global_shard_guard
 
     data = token_axes(mesh)[:-1]
-    resource = MeshResource(dp_resource=data[0] if data else None, ep_resource=mesh.ep_axis)
-    return device_mesh(mesh), global_shard_guard(resource)
+    stack = ExitStack()
+    with warnings.catch_warnings():
+        # `jax.set_mesh`, which is to follow the mesh's own context, refuses to be entered while JAX traces.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        stack.enter_context(device_mesh(mesh))
+    stack.enter_context(
+        global_shard_guard(MeshResource(dp_resource=data[0] if data else None, ep_resource=mesh.ep_axis))
+    )
+    return stack
 
 
 def _eagerly(work: Any) -> None:

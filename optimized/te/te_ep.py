@@ -98,8 +98,9 @@ def _backward(problem: Problem, saved: Any, cotangents: tuple) -> tuple:
     d_wo_bias = None
     if wo_bias is not None:
         flat, ids = dy.reshape(-1, problem.D), topk_idx.reshape(-1, problem.K)
-        of_expert = move.dense(weights.reshape(ids.shape), ids, problem.E)
-        d_wo_bias = move.exact_product("te,td->ed", of_expert, flat).astype(wo_bias.dtype)
+        of_expert = move.pieces(move.dense(weights.reshape(ids.shape), ids, problem.E), axis=1)
+        sums = jnp.einsum("tf,td->fd", of_expert, flat, preferred_element_type=jnp.float32)
+        d_wo_bias = sums.reshape(move.PIECES, *wo_bias.shape).sum(axis=0).astype(wo_bias.dtype)
         along = jnp.einsum("td,ed->te", flat, wo_bias, preferred_element_type=jnp.float32)
         found = jnp.where(ids >= 0, move.take(along, jnp.maximum(ids, 0)), 0.0)
         d_weights = d_weights + found.reshape(d_weights.shape)
@@ -112,17 +113,18 @@ _experts.defvjp(_forward, _backward)
 def _local_forward(problem: Problem, arrays: tuple, held: dict[str, Array]) -> tuple[Array, ...]:
     rows, row_weights, padded, real = arrays
     pre = product(rows, held["wi"], padded)
-    weight, bias = _of_rows(row_weights, padded, real, held.get("wi_bias"))
-    return pre, product(hidden(problem.experts, pre, weight, bias), held["wo"], padded)
+    weight, expert = _of_rows(row_weights, padded, real)
+    h = hidden(problem.experts, pre, weight, held.get("wi_bias"), expert)
+    return pre, product(h, held["wo"], padded)
 
 
 def _local_backward(problem: Problem, arrays: tuple, held: dict[str, Array]) -> tuple[Array, ...]:
     rows, row_weights, padded, real, pre, d = arrays
     g = transposed_product(d, held["wo"], padded)
-    weight, bias = _of_rows(row_weights, padded, real, held.get("wi_bias"))
-    h, d_pre, dot = hidden_gradient(problem.experts, pre, g, weight, bias)
+    weight, expert = _of_rows(row_weights, padded, real)
+    h, d_pre, dot = hidden_gradient(problem.experts, pre, g, weight, held.get("wi_bias"), expert)
     grads = [kernel_gradient(rows, d_pre, padded), kernel_gradient(h, d, padded)]
-    if bias is not None:
+    if "wi_bias" in held:
         # A column of ones as the left operand: sums each expert's rows, and only those. Eight, for alignment.
         grads.append(kernel_gradient(jnp.ones((d_pre.shape[0], 8), d_pre.dtype), d_pre, padded)[:, 0, :])
     if data := token_axes(mesh_of(problem))[:-1]:
@@ -131,13 +133,13 @@ def _local_backward(problem: Problem, arrays: tuple, held: dict[str, Array]) -> 
     return transposed_product(d_pre, held["wi"], padded), dot, *grads
 
 
-def _of_rows(row_weights: Array, padded: Array, real: Array, bias: Array | None) -> tuple[Array, Array | None]:
-    """Each row's weight, 0 by selection where no token is: the padding takes part in the kernels' gradients."""
+def _of_rows(row_weights: Array, padded: Array, real: Array) -> tuple[Array, Array]:
+    """Each row's weight, 0 by selection where no token is (padding takes part in the kernels' gradients), and its expert."""
     ends = jnp.cumsum(padded)
     row = jnp.arange(row_weights.shape[0])
-    expert = jnp.minimum(jnp.searchsorted(ends, row, side="right"), padded.shape[0] - 1)
+    expert = jnp.minimum(jnp.searchsorted(ends, row, side="right"), padded.shape[0] - 1).astype(jnp.int32)
     held = row - (ends - padded)[expert] < real[expert]
-    return jnp.where(held, row_weights, 0.0), None if bias is None else bias[expert]
+    return jnp.where(held, row_weights, 0.0), expert
 
 
 def _per_rank(problem: Problem, local: Any, by_row: int, by_kernel: int = 0) -> Any:
@@ -162,8 +164,10 @@ def _per_rank(problem: Problem, local: Any, by_row: int, by_kernel: int = 0) -> 
 def _weighted_bias(problem: Problem, weights: Array, topk_idx: Array, bias: Array) -> Array:
     """sum_k w_tk * bias[topk_idx_tk], float32, in the shape of y."""
     ids = topk_idx.reshape(-1, problem.K)
-    of_expert = move.dense(weights.reshape(ids.shape), ids, problem.E)
-    return move.exact_product("te,ed->td", of_expert, bias).reshape(*weights.shape[:2], -1)
+    of_expert = move.pieces(move.dense(weights.reshape(ids.shape), ids, problem.E), axis=1)
+    tiled = jnp.tile(bias, (move.PIECES, 1))
+    found = jnp.einsum("tf,fd->td", of_expert, tiled, preferred_element_type=jnp.float32)
+    return found.reshape(*weights.shape[:2], -1)
 
 
 def _spec(problem: Problem) -> tuple[Any, ...]:
