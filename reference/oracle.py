@@ -187,7 +187,7 @@ class _Run:
             dprobs, dz = loss_slopes(problem, counts, sizes, segment, loss_cotangents)
             self._router(out, scored, ids, dprobs, dz)
         judged = out.judged(_counts(problem, ids), tokens=len(scored))
-        return {"weights": Judged(w, np.sqrt(var_w), 0, independent(np, var_w)), **losses, **judged}
+        return {"weights": Judged(w, np.sqrt(var_w), 0, independent(np, var_w.sum(-1))), **losses, **judged}
 
     def _shared(self, out: Gradients, real: np.ndarray) -> None:
         problem, noise = self.problem, self.noise

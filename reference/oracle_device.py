@@ -194,7 +194,7 @@ class _Run:
         p, q = self.problem, self.params
         scores = self.scores()
         w, var_w = blocks.weights_at(p)(scores, jnp.asarray(ids))
-        yield "weights", None, Judged(w, jnp.sqrt(var_w), 0, independent(jnp, var_w))
+        yield "weights", None, Judged(w, jnp.sqrt(var_w), 0, independent(jnp, var_w.sum(-1)))
         counts, sizes, segment = segments_of(p, ids, real, segment_ids)
         for name, only in (("balance", (1.0, 0.0, 0.0)), ("sequence", (0.0, 1.0, 0.0)), ("z", (0.0, 0.0, 1.0))):
             dprobs, dz = loss_slopes(p, counts, sizes, segment, only)

@@ -62,8 +62,8 @@ def kernel_gauge(
 
 
 def independent(xp: Any, var: Any) -> Any:
-    """Independent errors [1] of a tensor [T, K] whose rows' errors move together, judged as one block."""
-    return _independent(xp, var.sum(-1)[None], 0.0, 0.0)
+    """Independent errors [1] of a tensor that is judged as one block and whose elements err one by one."""
+    return _independent(xp, var.reshape(1, -1), 0.0, 0.0)
 
 
 def _independent(xp: Any, var: Any, lump: Any, lump2: Any) -> Any:

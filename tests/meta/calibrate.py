@@ -16,6 +16,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 import honest
+import honest_layer
 from dropless.parity.problem import Clamp, Experts, Params, Problem, Routing
 from dropless.parity.tolerances import ELEMENT_BAR, row_bar
 from dropless.reference import oracle
@@ -45,18 +46,8 @@ def draw(dtype: str, rng: np.random.Generator, precision: str = "highest"):
             weight_placement=str(rng.choice(("late", "early"))),
         ),
     )
-    p, store = problem, DTYPES[dtype]
-    # A pre-activation scale of 4.5 puts a tenth of them beyond gpt-oss's clamp of 7.
-    scale = 4.5 if kind == "clamp" else float(rng.choice((0.3, 1.0, 3.0)))
-
-    def normal(*shape, by=1.0):
-        return (rng.standard_normal(shape) * by).astype(store)
-
-    leaves = {"wi": normal(p.E, p.D, p.wi_columns, by=scale / np.sqrt(p.D)), "wo": normal(p.E, p.F, p.D, by=p.F**-0.5)}
-    if p.experts.wi_bias:
-        leaves["wi_bias"] = normal(p.E, p.wi_columns, by=0.3 * scale)
-    if p.experts.wo_bias:
-        leaves["wo_bias"] = normal(p.E, p.D)
+    p = problem
+    leaves = expert_leaves(problem, rng)
     ids = np.argsort(rng.random((p.T, p.E)), 1)[:, : p.K].astype(np.int32)
     ids[rng.random(ids.shape) < 0.1] = -1
     w = rng.dirichlet(np.ones(p.K), p.T) * float(rng.choice((1.0, 1.0, 2.5)))
@@ -64,48 +55,97 @@ def draw(dtype: str, rng: np.random.Generator, precision: str = "highest"):
     w[rng.random(w.shape) < 0.02] = 0.0
     # float16 gradients of a scaled-down cotangent are subnormal from about 2**-14 on.
     by = float(rng.choice((1.0, 1.0, 2.0**-10, 2.0**-14, 2.0**-18))) if dtype == "float16" else 1.0
-    return problem, leaves, normal(p.T, p.D), ids, w.astype(np.float32), normal(p.T, p.D, by=by)
+    return problem, leaves, normal(p, rng, p.T, p.D), ids, w.astype(np.float32), normal(p, rng, p.T, p.D, by=by)
 
 
-def ratios(problem, leaves, x, ids, w, dy, how) -> tuple[dict[str, tuple[float, float]], int]:
-    """Worst element and worst row of each tensor as fractions of their bars, and the number of kinks."""
+def expert_leaves(p: Problem, rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """Kernels and biases; gpt-oss's clamp at 7 meets pre-activations of scale 4.5, a tenth of them beyond it."""
+    scale = 4.5 if p.experts.clamp else float(rng.choice((0.3, 1.0, 3.0)))
+    leaves = {
+        "wi": normal(p, rng, p.E, p.D, p.wi_columns, by=scale / p.D**0.5),
+        "wo": normal(p, rng, p.E, p.F, p.D, by=p.F**-0.5),
+    }
+    if p.experts.wi_bias:
+        leaves["wi_bias"] = normal(p, rng, p.E, p.wi_columns, by=0.3 * scale)
+    if p.experts.wo_bias:
+        leaves["wo_bias"] = normal(p, rng, p.E, p.D)
+    return leaves
+
+
+def normal(problem: Problem, rng: np.random.Generator, *shape: int, by: float = 1.0) -> np.ndarray:
+    """Normal numbers in storage dtype."""
+    return (rng.standard_normal(shape) * by).astype(DTYPES[problem.dtype])
+
+
+def experts_ratios(dtype: str, rng: np.random.Generator, precision: str):
+    """(ratios of one random problem of fixed routing, kinks, problem, share beyond the clamp or None)."""
+    problem, leaves, x, ids, w, dy = draw(dtype, rng, precision)
+    how = honest.How.draw(rng)
     params = Params(gate_kernel=np.zeros((problem.D, problem.E), x.dtype), **leaves)
     judged = oracle.judge_experts(problem, params, x, Routing(ids, w), dy)
     with np.errstate(over="ignore", under="ignore"):
-        got = honest.experts(problem, leaves, x, ids, w, dy, how)
-    out, kinks = {}, 0
+        # Early and late weighting are both honest, whichever the problem names.
+        placed = problem.replace(experts_weight_placement=str(rng.choice(("late", "early"))))
+        got = honest.experts(placed, leaves, x, ids, w, dy, how)
+    beyond = beyond_clamp(problem, leaves, x) if problem.experts.clamp else None
+    return ratios(got, judged), max(j.kinks for j in judged.values()), (problem, how), beyond
+
+
+def layer_ratios(dtype: str, rng: np.random.Generator, precision: str):
+    """The same for a live layer, replayed at the routes it chose."""
+    problem = honest_layer.draw_layer(draw(dtype, rng, precision)[0], rng)
+    p, how = problem, honest.How.draw(rng)
+    leaves = {"gate_kernel": normal(p, rng, p.D, p.E, by=p.D**-0.5), **expert_leaves(p, rng)}
+    if p.router.gate_bias:
+        leaves["gate_bias"] = normal(p, rng, p.E, by=0.3)
+    if p.router.selection_bias:
+        leaves["expert_bias"] = (rng.standard_normal(p.E) * 0.1).astype(np.float32)
+    if p.experts.shared_F:
+        leaves["shared_wi"] = expert_leaves(p.replace(F=p.experts.shared_F), rng)["wi"][0]
+        leaves["shared_wo"] = normal(p, rng, p.experts.shared_F, p.D, by=p.experts.shared_F**-0.5)
+    x, dy = normal(p, rng, p.T, p.D), normal(p, rng, p.T, p.D)
+    cotangents = tuple(float(np.float32(c * p.T)) for c in rng.uniform(-2, 2, 3))
+    with np.errstate(over="ignore", under="ignore"):
+        got = honest_layer.layer(p, leaves, x, dy, cotangents, how, rng)
+    params = Params(**leaves)
+    if not oracle.judge_route(p, params, x).admissible(got["topk_idx"]).ok.all():
+        raise AssertionError(f"an honest router's choice is not admissible: {p} {how}")
+    judged = oracle.judge_layer(p, params, x, got["topk_idx"], dy, loss_cotangents=cotangents)
+    judged.pop("expert_bias", None)
+    return ratios(got, judged), max(j.kinks for j in judged.values()), (p, how), None
+
+
+def ratios(got: dict, judged: dict) -> dict[str, tuple[float, float]]:
+    """Worst element and worst block (token, expert, tensor) of each tensor, as fractions of their bars."""
+    out = {}
     for name, j in judged.items():
         error = abs(got[name].astype(np.float64) - j.value)
         with np.errstate(invalid="ignore", divide="ignore"):
             element = np.where(error == 0, 0.0, error / j.gauge).max() / ELEMENT_BAR
-            row = 0.0
+            block = 0.0
             if j.dof is not None:
                 norm, gauge = (np.sqrt((a**2).reshape(len(j.dof), -1).sum(-1)) for a in (error, j.gauge))
-                row = np.where(norm == 0, 0.0, norm / row_bar(j.dof) / gauge).max()
-        out[name], kinks = (float(element), float(row)), max(kinks, j.kinks)
-    return out, kinks
+                block = np.where(norm == 0, 0.0, norm / row_bar(j.dof) / gauge).max()
+        out[name] = float(element), float(block)
+    return out
 
 
-def measure(dtype: str, problems: int, seed: int = 0, precision: str = "highest") -> dict:
+def measure(dtype: str, problems: int, seed: int = 0, precision: str = "highest", one=experts_ratios) -> dict:
     """The distribution over `problems` random problems."""
     found: dict[str, list[tuple[float, float]]] = {}
-    beyond, kinky = [], 0
+    shares, kinky = [], 0
     for i in range(problems):
-        rng = np.random.default_rng([seed, i])
-        drawn = draw(dtype, rng, precision)
-        how = honest.How.draw(rng)
-        measured, kinks = ratios(*drawn, how)
+        measured, kinks, what, beyond = one(dtype, np.random.default_rng([seed, i]), precision)
         for name, pair in measured.items():
             found.setdefault(name, []).append(pair)
-            if max(pair) > 0.6:
-                print(f"{dtype} {precision} problem {i} {name} {pair} {drawn[0]} {how}", file=sys.stderr)
+            if pair[0] > 0.6 or pair[1] > 1:
+                print(f"{dtype} {precision} problem {i} {name} {pair} {what}", file=sys.stderr)
         kinky += kinks > 0
-        if drawn[0].experts.clamp:
-            beyond.append(beyond_clamp(*drawn[:3]))
+        shares += [] if beyond is None else [beyond]
     return {
         "problems": problems,
         "with_kinks": kinky,
-        "beyond_clamp_percent": round(100 * float(np.mean(beyond)), 1) if beyond else None,
+        "beyond_clamp_percent": round(100 * float(np.mean(shares)), 1) if shares else None,
         "tensors": {name: summary(pairs) for name, pairs in sorted(found.items())},
     }
 
@@ -128,16 +168,35 @@ def beyond_clamp(problem: Problem, leaves: dict, x: np.ndarray) -> float:
 
 
 def main(problems: int) -> None:
-    record = {"seed": 0, "element_bar": ELEMENT_BAR, "columns": ["median", "p99", "max"], "percent_of_bar": {}}
-    for dtype in DTYPES:
-        record["percent_of_bar"][dtype] = measure(dtype, problems)
-        print(json.dumps(record["percent_of_bar"][dtype]))
-    record["percent_of_bar"]["float32, tf32"] = measure("float32", problems, precision="tf32")
+    record = {"seed": 0, "element_bar": ELEMENT_BAR, "columns": ["median", "p99", "max"], "experts": {}, "layer": {}}
+    for dtype, precision in (*((d, "highest") for d in DTYPES), ("float32", "tf32")):
+        key = dtype if precision == "highest" else f"{dtype}, {precision}"
+        record["experts"][key] = measure(dtype, problems, precision=precision)
+        if precision == "highest":
+            record["layer"][key] = measure(dtype, problems, one=layer_ratios)
     path = Path(__file__).parent / "recorded" / "gauge.json"
     path.parent.mkdir(exist_ok=True)
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(record, indent=1) + "\n")
     os.replace(temporary, path)
+    print(table(record))
+
+
+def table(record: dict) -> str:
+    """The record as Markdown: maxima over all problems, in percent of the bar."""
+    lines = ["| tensor | " + " | ".join((*record["experts"], *(f"{d}, layer" for d in record["layer"]))) + " |"]
+    lines.append("|---" * (1 + len(record["experts"]) + len(record["layer"])) + "|")
+    parts = [*record["experts"].values(), *record["layer"].values()]
+    names = sorted({name for part in parts for name in part["tensors"]})
+    for name in names:
+        cells = []
+        for part in parts:
+            found = part["tensors"].get(name)
+            cells.append(
+                "" if found is None else " / ".join(f"{found[k][2]:.0f}" for k in ("element", "row") if k in found)
+            )
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
