@@ -43,7 +43,7 @@ def test_zipf_follows_its_exponent():
         p = np.arange(1, E + 1) ** -exponent
         p /= p.sum()
         sigma = np.sqrt(T * p * (1 - p))
-        # Sorting the counts moves neighbours of equal chance past each other, so 0 gets a wider band.
+        # Five standard deviations leave room for sorting, which moves experts of like chance past each other.
         assert (np.abs(counts - T * p) < 5 * sigma).all(), exponent
 
 
