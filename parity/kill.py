@@ -89,7 +89,7 @@ def kill_matrix(
 ) -> Matrix:
     """Runs the named law at every seed, and with `whole` every other law of the changed stages at the first seed.
 
-    Laws that run once a suite compile programs of their own: they run for honest code, and for a mutant that names one.
+    Honest code runs every law (without `whole`, those that the mutants name) on the mutants' shapes. Laws that run once a suite compile programs of their own: they run for honest code, and for a mutant that names one.
     """
     start = time.perf_counter()
     running.OPTIONS.update(running.QUICK_COMPILE)
@@ -101,7 +101,7 @@ def kill_matrix(
         failed = {}
         for implementation in honest:
             progress(implementation.name)
-            failed[implementation.name] = _failed(implementation, mutants, seeds)
+            failed[implementation.name] = _failed(implementation, mutants, seeds, whole)
     finally:
         running.OPTIONS.clear()
     return Matrix(rows, failed, seeds, time.perf_counter() - start)
@@ -146,11 +146,13 @@ def _cell(law: Law, implementation: Implementation, shapes: tuple[Problem, ...],
     return "raised" if verdict.finding.check == "ran" else "killed", verdict.finding.message
 
 
-def _failed(implementation: Implementation, mutants: Sequence[Mutant], seeds: tuple[int, ...]) -> list[str]:
-    """The laws that an honest implementation fails, on every shape on which mutants are judged."""
+def _failed(
+    implementation: Implementation, mutants: Sequence[Mutant], seeds: tuple[int, ...], whole: bool
+) -> list[str]:
+    """The laws, all or those that mutants name, that honest code fails on the shapes on which mutants are judged."""
     named = {m.law for m in mutants}
     failed = []
-    for law in LAWS:
+    for law in LAWS if whole else laws_named(named):
         shapes = shapes_for(law) + tuple(s for m in mutants if m.law == law.name for s in shapes_for(law, m))
         for seed in seeds if law.name in named else seeds[:1]:
             cell, said = _cell(law, implementation, tuple(dict.fromkeys(shapes)), seed)

@@ -12,7 +12,7 @@ from .draws import stream
 from .inputs import Case
 from .interface import Implementation
 from .law import Law, law
-from .law_tools import by_bits, by_bits_or_gauge, expect, real_rows, storage, with_routing
+from .law_tools import by_bits_or_gauge, expect, real_rows, storage, with_routing
 from .laws_structure import permuted
 from .laws_values import loud
 from .problem import Routing
@@ -32,7 +32,7 @@ def inert_tokens(implementation: Implementation, case: Case) -> list[Finding]:
     findings = []
     for poison in POISONS:
         got = running.experts(implementation, _with_lost_tokens(case, poison)[0])
-        findings += [_poisoned(f, poison) for f in by_bits(got, clean)]
+        findings += [_poisoned(f, poison) for f in by_bits_or_gauge(implementation, made, got, clean)]
         if "x" in got:
             findings.append(_poisoned(same_bits("x", got["x"][lost], np.zeros_like(got["x"][lost])), poison))
     return findings

@@ -115,6 +115,8 @@ def run_law(
                 break
         if law.scope == "drawn" and (settings.shrink or not search.failing):
             _draw(search, problem, settings)
+        if search.failing and settings.shrink:
+            _simplify(search, settings)
         if search.failing:
             break
     for problem in large if law.large and fitting and not search.failing else ():
@@ -216,6 +218,34 @@ def _draw(search: _Search, problem: Problem, settings: Settings) -> None:
         # The search keeps the smallest failing case itself, and runs it again before it reports it.
         if search.failing is None:
             raise
+
+
+def _simplify(search: _Search, settings: Settings) -> None:
+    """Makes the failing routing plainer token by token: nowhere or at the first experts, else fewer and lower ids."""
+    assert search.failing is not None
+    spec = search.failing[0]
+    if spec.topk_idx is None:
+        return
+    K, runs = spec.problem.K, 0
+    rest = (-1,) * K if "no-expert" in settings.features else tuple(range(K))
+    for token in range(spec.problem.T):
+        row = search.failing[0].topk_idx[token]
+        plainer = [
+            rest,
+            tuple(sorted(row)),
+            *((*row[:k], e, *row[k + 1 :]) for k in range(K) for e in range(-1, row[k])),
+        ]
+        for new in plainer:
+            now = search.failing[0].topk_idx
+            real = [e for e in new if e >= 0]
+            if new == now[token] or len(set(real)) < len(real) or (-1 in new and rest[0] != -1):
+                continue
+            if runs == SHRINKS:
+                return
+            runs += 1
+            _try(search, dataclasses.replace(spec, topk_idx=(*now[:token], new, *now[token + 1 :])))
+            if search.failing[0].topk_idx[token] == rest:
+                break
 
 
 def _try(search: _Search, spec: CaseSpec) -> None:
