@@ -10,7 +10,10 @@ import pytest
 from dropless.reference import blocks, formats, fp8, mxfp8, nvfp4
 
 ML = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2, "e2m1": ml_dtypes.float4_e2m1fn}
-GROUPS = {"one": (96,), "ragged": (33, 0, 31, 1), "empty": (0, 0, 0), "tail": (5, 64)}
+GROUPS = {"one": (96, 0, 0, 0), "ragged": (33, 0, 31, 1), "empty": (0, 0, 0, 0), "tail": (5, 64, 0, 0)}
+"""Group sizes of 96 rows: one shape, so that each quantiser compiles once."""
+
+mx_quantize = jax.jit(mxfp8.quantize, static_argnums=1, static_argnames=("element", "scale_rule"))
 
 
 def _codes(name: str) -> np.ndarray:
@@ -111,10 +114,8 @@ def _edge_blocks(rng, length: int, columns: int) -> np.ndarray:
 @pytest.mark.parametrize("groups", GROUPS)
 def test_mxfp8_is_the_oracle_bit_for_bit(groups, name, rule):
     sizes = GROUPS[groups]
-    length = max(sum(sizes), 70)
-    x = _edge_blocks(np.random.default_rng(7), length, 16)
-    quantize = jax.jit(lambda v, g: mxfp8.quantize(v, 0, g, element=name, scale_rule=rule))
-    values, scales = quantize(x, jnp.asarray(sizes, jnp.int32))
+    x = _edge_blocks(np.random.default_rng(7), 96, 16)
+    values, scales = mx_quantize(x, 0, jnp.asarray(sizes, jnp.int32), element=name, scale_rule=rule)
     want_values = np.zeros(x.shape, ML[name])
     want_scales = np.full(scales.shape, mxfp8.NAN_SCALE, np.uint8)
     for index, (start, end) in enumerate(_blocks_of(sizes, mxfp8.BLOCK)):
@@ -132,8 +133,8 @@ def test_a_block_never_crosses_a_group():
     x = np.ones((64, 4), np.float32)
     x[32] = 2.0**20
     sizes = jnp.asarray([33, 31], jnp.int32)
-    _, scales = mxfp8.quantize(x, 0, sizes)
-    alone, own = mxfp8.quantize(x[33:], 0), mxfp8.quantize(x, 0, sizes)
+    _, scales = own = mx_quantize(x, 0, sizes)
+    alone = mx_quantize(x[33:], 0)
     assert (np.asarray(scales)[2] == np.asarray(alone[1])[0]).all()
     assert (_bits(own[0])[33:] == _bits(alone[0])).all()
 
@@ -142,14 +143,15 @@ def test_a_block_never_crosses_a_group():
 def test_what_lies_beyond_the_groups_changes_nothing(module):
     sizes = jnp.asarray([3, 0, 34], jnp.int32)
     x = np.random.default_rng(3).standard_normal((64, 8)).astype(np.float32)
-    clean = module.quantize(x, 0, sizes)
+    quantize, dequantize = (jax.jit(f, static_argnames="axis") for f in (module.quantize, module.dequantize))
+    clean = quantize(x, axis=0, group_sizes=sizes)
     for poison in (np.nan, np.inf, 1e30):
         dirty = x.copy()
         dirty[37:] = poison
-        got = module.quantize(dirty, 0, sizes)
+        got = quantize(dirty, axis=0, group_sizes=sizes)
         for a, b in zip(jax.tree.leaves(clean), jax.tree.leaves(got), strict=True):
             assert (_bits(a) == _bits(b)).all()
-        assert (np.asarray(module.dequantize(*got, 0, sizes))[37:] == 0).all()
+        assert (np.asarray(dequantize(*got, axis=0, group_sizes=sizes))[37:] == 0).all()
 
 
 @pytest.mark.parametrize("module", [mxfp8, fp8, nvfp4])
@@ -157,8 +159,9 @@ def test_padding_scales_are_never_read(module):
     """Overwriting every scale that no block uses leaves the dequantised numbers as they were."""
     sizes = jnp.asarray([3, 0, 34], jnp.int32)
     x = np.random.default_rng(3).standard_normal((64, 8)).astype(np.float32)
-    values, scales = module.quantize(x, 0, sizes)
-    want = np.asarray(module.dequantize(values, scales, 0, sizes))
+    dequantize = jax.jit(module.dequantize, static_argnames="axis")
+    values, scales = jax.jit(module.quantize, static_argnames="axis")(x, axis=0, group_sizes=sizes)
+    want = np.asarray(dequantize(values, scales, axis=0, group_sizes=sizes))
     if module is fp8:
         poisoned = scales.at[1].set(jnp.nan)  # the empty group's
     else:
@@ -169,7 +172,7 @@ def test_padding_scales_are_never_read(module):
         raw[used:] = 0x7F
         per_block = jnp.asarray(raw.view(per_block.dtype))
         poisoned = per_block if rest is None else (per_block, *rest)
-    assert (np.asarray(module.dequantize(values, poisoned, 0, sizes)) == want).all()
+    assert (np.asarray(dequantize(values, poisoned, axis=0, group_sizes=sizes)) == want).all()
     assert np.isfinite(want).all()
 
 
@@ -177,7 +180,8 @@ def test_padding_scales_are_never_read(module):
 def test_current_scaling_is_the_oracle_bit_for_bit(name):
     sizes = (3, 0, 40, 7)
     x = (np.random.default_rng(5).standard_normal((50, 12)) * 100).astype(np.float32)
-    values, scales = fp8.quantize(x, 0, jnp.asarray(sizes, jnp.int32), element=name)
+    quantize = jax.jit(fp8.quantize, static_argnums=1, static_argnames="element")
+    values, scales = quantize(x, 0, jnp.asarray(sizes, jnp.int32), element=name)
     start = 0
     for group, size in enumerate(sizes):
         rows = x[start : start + size]
@@ -189,12 +193,12 @@ def test_current_scaling_is_the_oracle_bit_for_bit(name):
 
 
 def test_delayed_scaling_uses_earlier_steps_only_and_saturates():
-    history = jnp.zeros(4)
-    values, scale, history = fp8.quantize_delayed(jnp.float32([[8.0, -2.0]]), history)
+    history, step = jnp.zeros(4), jax.jit(fp8.quantize_delayed)
+    values, scale, history = step(jnp.float32([[8.0, -2.0]]), history)
     assert scale[0] == 1.0
     assert (np.asarray(values, np.float32) == [[8.0, -2.0]]).all()
     assert history.tolist() == [8.0, 0.0, 0.0, 0.0]
-    values, scale, history = fp8.quantize_delayed(jnp.float32([[1000.0, 4.0]]), history)
+    values, scale, history = step(jnp.float32([[1000.0, 4.0]]), history)
     assert scale[0] == np.float32(1) / (np.float32(448) / np.float32(8))
     assert np.asarray(values, np.float32)[0, 0] == 448.0
     assert history.tolist() == [1000.0, 8.0, 0.0, 0.0]
@@ -203,7 +207,7 @@ def test_delayed_scaling_uses_earlier_steps_only_and_saturates():
 @pytest.mark.parametrize("shape", [(128, 128), (130, 5), (2, 129, 257)])
 def test_tile_scales_are_powers_of_two_and_nothing_saturates(shape):
     x = np.random.default_rng(2).standard_normal(shape).astype(np.float32)
-    values, scales = fp8.quantize_tiles(x)
+    values, scales = jax.jit(fp8.quantize_tiles)(x)
     assert (np.frexp(np.asarray(scales))[0] == 0.5).all()
     for *lead, a, b in np.ndindex(scales.shape):
         tile = x[(*lead, slice(a * 128, a * 128 + 128), slice(b * 128, b * 128 + 128))]
@@ -219,7 +223,7 @@ def test_nvfp4_is_the_oracle_bit_for_bit():
     x[:, 0] = 0.0
     x[:, 1] *= 1e-6
     x[20, 2] = 400.0
-    values, (scales, tensor) = nvfp4.quantize(x, 0, jnp.asarray(sizes, jnp.int32))
+    values, (scales, tensor) = jax.jit(nvfp4.quantize, static_argnums=1)(x, 0, jnp.asarray(sizes, jnp.int32))
     encode = np.float32(6 * 448) / np.float32(400)
     assert tensor == np.float32(1) / encode
     for index, (start, end) in enumerate(_blocks_of(sizes, nvfp4.BLOCK)):
@@ -236,9 +240,10 @@ def test_a_zero_block_beside_a_small_tensor_gives_finite_scales():
     """A floor on the zero block's amax, times a large reciprocal of the tensor scale, overflows e4m3 into NaN."""
     x = np.concatenate([np.full(16, 1e-6), np.zeros(16), np.full(16, 400.0)]).astype(np.float32)[:, None]
     for tensor in (x, x[:32]):
-        values, (scales, scale) = nvfp4.quantize(tensor, 0)
+        values, (scales, scale) = jax.jit(nvfp4.quantize, static_argnums=1)(tensor, 0)
         assert np.isfinite(np.asarray(scales, np.float32)[: len(tensor) // 16]).all()
-        assert np.isfinite(np.asarray(nvfp4.dequantize(values, (scales, scale), 0))).all()
+        dequantize = jax.jit(nvfp4.dequantize, static_argnums=2)
+        assert np.isfinite(np.asarray(dequantize(values, (scales, scale), 0))).all()
 
 
 def test_block_count_is_the_tightest_static_bound():
