@@ -24,6 +24,9 @@ LEAST_SHIFT = math.log(1.10)
 NOISE_FACTOR = 3.0
 """A shift must also exceed this many standard errors of both runs' medians."""
 
+BLOCKS = 5
+"""Stretches of a run whose medians are compared with each other."""
+
 CONFIRMATIONS = 2
 """Further measurements that must agree before a suspicion is an alarm."""
 
@@ -102,11 +105,19 @@ def shifts(before: CaseRecord, after: CaseRecord) -> list[Shift]:
 
 
 def median_error(samples: np.ndarray) -> float:
-    """Standard error of the median, by the spread of the middle: 1.2533 * 1.4826 * MAD / sqrt(n)."""
+    """Standard error of the median: the larger of what independent rounds would give and what stretches of the run show.
+
+    Independent: 1.2533 * 1.4826 * MAD / sqrt(n). Stretches: the run is cut into BLOCKS in the order of time, and the
+    spread of their medians divided by sqrt(BLOCKS); a slow stretch makes neighbouring rounds alike, and this sees it.
+    """
     if samples.size < 2:
         return 0.0
     spread = float(np.median(np.abs(samples - np.median(samples)))) * 1.4826
-    return 1.2533 * spread / math.sqrt(samples.size)
+    independent = 1.2533 * spread / math.sqrt(samples.size)
+    if samples.size < 2 * BLOCKS:
+        return independent
+    medians = [float(np.median(block)) for block in np.array_split(samples, BLOCKS)]
+    return max(independent, float(np.std(medians, ddof=1)) / math.sqrt(BLOCKS))
 
 
 def confirmed(first: Shift, again: Sequence[Shift]) -> bool:

@@ -29,6 +29,9 @@ from .stages import stage_call, stage_findings
 from .streamed import is_large
 from .timing import Call, measure
 
+GUARD_ROUNDS = 100
+"""Most repetitions of one call when two runs are to be told apart."""
+
 
 @dataclass
 class Options:
@@ -42,6 +45,8 @@ class Options:
     timing: bool = True
     budget_s: float = 8.0
     rounds: int | None = None
+    most: int = 30
+    """Repetitions of a quick call, whatever the budget."""
     oracle: str = ""
     """Empty: the NumPy oracle, or oracle_device for a GPU or a layer too large for it."""
     step_limit_s: float = 10.0
@@ -129,8 +134,7 @@ def _judge_first(s: _Subject, cases: Sequence[Case], options: Options) -> None:
         s.judged_as = [kept(implementation, c) for c in cases]
         case = s.judged_as[0]
         for what in options.whats:
-            stage = what.partition(" ")[0]
-            if not implementation.offers(stage) or (stage == "layer" and "drops" in implementation.traits):
+            if not _worth_timing(implementation, what.partition(" ")[0]):
                 continue
             call = stage_call(implementation, what, cases)
             s.calls[what] = call
@@ -152,6 +156,13 @@ def _judge_first(s: _Subject, cases: Sequence[Case], options: Options) -> None:
         result.findings = [FindingRecord(tensor="y", stage="experts", ok=False, check="ran", message=result.reason)]
         return
     _settle(s, cases)
+
+
+def _worth_timing(implementation: Implementation, stage: str) -> bool:
+    """Whether the stage is there and is not just the baseline's under another name."""
+    if not implementation.offers(stage) or (stage == "layer" and "drops" in implementation.traits):
+        return False
+    return stage in ("experts", "layer") or stage not in implementation.composed
 
 
 def kept(implementation: Implementation, case: Case) -> Case:
@@ -185,10 +196,8 @@ def _time(subjects: Sequence[_Subject], cases: Sequence[Case], record: CaseRecor
     rows = int(np.mean([group_sizes(c).sum() for c in cases]))
     busy = int(np.count_nonzero(record.group_sizes))
     options.step("timing")
-    # Calls of one name run next to each other, so that what is compared shares its moment.
-    for what in options.whats:
-        calls = [s.calls[what] for s in subjects if what in s.calls]
-        measure(calls, budget_s=options.budget_s / len(options.whats), rounds=options.rounds)
+    calls = [s.calls[what] for what in options.whats for s in subjects if what in s.calls]
+    measure(calls, budget_s=options.budget_s, rounds=options.rounds, most=options.most)
     for s in subjects:
         timings = []
         for what, call in s.calls.items():

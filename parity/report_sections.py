@@ -169,10 +169,13 @@ def time_split(record: Record, case: CaseRecord) -> Section | None:
     """Where the layer's forward time goes, by its own stages timed alone."""
     parts = ("route", "permute", "grouped GEMMs", "unpermute", "the rest")
     rows, series, groups = [], {p: [] for p in parts}, []
+    base = case.result(BASELINE)
     for r in case.results:
         layer = r.timing("layer forward")
         gemms = next((b for b in case.bounds if b.what == f"grouped GEMMs alone: {r.implementation}"), None)
-        stages = [r.timing(f"{s} forward") for s in ("route", "permute", "unpermute")]
+        # A stage that is not timed is the baseline's own.
+        whats = [f"{s} forward" for s in ("route", "permute", "unpermute")]
+        stages = [r.timing(w) or (base.timing(w) if base else None) for w in whats]
         if layer is None or gemms is None or None in stages:
             continue
         route, permute, unpermute = (s.median for s in stages if s)

@@ -113,35 +113,48 @@ def measure(
 ) -> None:
     """Times the calls in turn, round by round, so that a slow moment meets all of them; fills each call's lists.
 
-    Every other round runs in reverse order. Without `rounds`, each call repeats as often as its share of `budget_s`
-    allows, `least` to `most` times; a call longer than its whole share repeats three times, one longer than three shares once.
-    `tick` is called after each repetition.
+    Calls of one name run next to each other and equally often, so that their times pair up; every other round runs in
+    reverse order. Without `rounds`, each name repeats as often as its share of `budget_s` allows, `least` to `most` times,
+    spread over the whole run; a call longer than the share of its name repeats once. `tick` is called after each repetition.
     """
-    counts = [_warm(call, rounds, budget_s / max(len(calls), 1), least, most) for call in calls]
+    counts = _counts(calls, rounds, budget_s, least, most)
     flush = _flusher()
-    for i in range(max(counts, default=0)):
-        turn = [(call, count) for call, count in zip(calls, counts, strict=True) if i < count]
-        for call, count in turn if i % 2 == 0 else reversed(turn):
+    total = max(counts, default=0)
+    for i in range(total):
+        turn = [(call, n) for call, n in zip(calls, counts, strict=True) if (i + 1) * n // total > i * n // total]
+        for call, n in turn if i % 2 == 0 else reversed(turn):
             # The last repetition runs variant 1 whatever the count: the outputs of every call are then judged on one case.
-            _repeat(call, (i - count + 2) % len(call.inputs), flush)
+            _repeat(call, (len(call.wall_s) - n + 2) % len(call.inputs), flush)
             tick()
     if jax.default_backend() == "gpu":
         for call, count in zip(calls, counts, strict=True):
+            if call.last is not None and _devices(call.last[1]) > 1:
+                continue  # the kernels of several GPUs would be added up as if they ran one after the other
             call.device_s, call.device_timer = _device_times(call, count, flush)
 
 
-def _warm(call: Call, rounds: int | None, share_s: float, least: int, most: int) -> int:
-    """Runs the call untimed, unless it ran before and is slow, and says how often to repeat it."""
-    slow = 3 * share_s
-    if rounds is not None or call.elapsed_s == 0.0:
-        call(-1)
+def _counts(calls: Sequence[Call], rounds: int | None, budget_s: float, least: int, most: int) -> list[int]:
+    """Warms the calls up and says how often each is to be repeated; what quick names leave of the budget goes to the others."""
+    names = list(dict.fromkeys(call.what for call in calls))
+    for call in calls:
+        if call.elapsed_s == 0.0 or call.elapsed_s < budget_s / len(names):
+            call(-1)  # not again when it ran before and is slow
+            call(-1)
     if rounds is not None:
-        return rounds
-    if call.elapsed_s < slow:
-        call(-1)
-    if call.elapsed_s > share_s:
-        return 1 if call.elapsed_s > slow else min(least, 3)
-    return max(least, min(most, int(share_s / max(call.elapsed_s, 1e-9))))
+        return [rounds] * len(calls)
+    cost = {name: sum(c.elapsed_s for c in calls if c.what == name) for name in names}
+    counts: dict[int, int] = {}
+    left = budget_s
+    for done, name in enumerate(sorted(names, key=cost.__getitem__)):
+        share = left / (len(names) - done)
+        quick = sum(c.elapsed_s for c in calls if c.what == name and c.elapsed_s <= share)
+        repeats = max(least, min(most, int(share / max(quick, 1e-9))))
+        for i, call in enumerate(calls):
+            if call.what == name:
+                counts[i] = repeats if call.elapsed_s <= share else 1
+                left -= counts[i] * call.elapsed_s
+        left = max(left, 0.0)
+    return [counts[i] for i in range(len(calls))]
 
 
 def _repeat(call: Call, variant: int, flush: Callable[[], None]) -> None:
@@ -163,6 +176,11 @@ def _flusher() -> Callable[[], None]:
         jax.block_until_ready(fill(state["seed"]))
 
     return flush
+
+
+def _devices(outputs: Any) -> int:
+    """How many devices the outputs lie on."""
+    return max((len(a.devices()) for a in jax.tree.leaves(outputs) if isinstance(a, jax.Array)), default=1)
 
 
 def _device_times(call: Call, count: int, flush: Callable[[], None]) -> tuple[list[float], str]:

@@ -1,0 +1,120 @@
+"""How often the guard cries wolf, and how often it catches a slower stage: real runs, then every pairing of them.
+
+    python tests/benchmarks/guard_trials.py collect RAW.json [RUNS]     adds runs in a fresh process (repeat for more processes)
+    python tests/benchmarks/guard_trials.py judge RAW.json RECORD.json  plays the guard on them and writes the rates
+
+A run times loop_and_pad, blocked, and blocked with a quarter more work in one stage, interleaved, with the guard's own budget.
+`judge` then takes every run as a baseline, and every other one as the fresh measurement with the two after it as its
+confirmations: for n runs that is n (n - 3) guards, of which at least n / 4 share no measurement.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+from dropless.parity import complete, get, guard, records
+from dropless.parity.cli_guard import CASE_BUDGET_S
+from dropless.parity.measure import GUARD_ROUNDS, group_sizes
+from dropless.parity.stages import stage_call
+from dropless.parity.timing import measure
+from dropless.parity.workload import Request, build
+
+sys.path.insert(0, str(Path(__file__).parent))
+from slower import slower
+
+WHATS = ("permute forward", "grouped_gemm forward", "unpermute forward", "experts forward", "experts forward+backward")
+INJECTED = ("grouped_gemm", "experts")
+PRESET = "mixtral-8x7b"
+
+
+def collect(path: Path, runs: int) -> None:
+    """Appends `runs` measurements to the raw file."""
+    workload = build(Request(preset=PRESET))
+    blocked = complete(get("blocked"))
+    layers = [complete(get("loop_and_pad")), blocked, *(slower(blocked, stage) for stage in INJECTED)]
+    names = ["loop_and_pad", "blocked", *INJECTED]
+    plan = [
+        (w, n, i) for w in WHATS for n, i in zip(names, layers, strict=True) if n not in INJECTED or w.startswith(n)
+    ]
+    calls = {(w, n): stage_call(i, w, workload.cases) for w, n, i in plan}
+    whole = json.loads(path.read_text()) if path.exists() else {"runs": []}
+    for _ in range(runs):
+        for call in calls.values():
+            call.wall_s = []
+        # Twice the guard's budget: the slower copies run beside the layer that they are copies of.
+        measure(list(calls.values()), budget_s=2 * CASE_BUDGET_S, most=GUARD_ROUNDS)
+        times: dict[str, dict[str, list[float]]] = {w: {} for w in WHATS}
+        for (what, name), call in calls.items():
+            times[what][name] = list(call.wall_s)
+        whole["runs"].append(times)
+        path.write_text(json.dumps(whole))
+    print(f"{len(whole['runs'])} runs, {group_sizes(workload.cases[0]).sum()} rows")
+
+
+def as_case(times: dict[str, dict[str, list[float]]], injected: str = "") -> records.CaseRecord:
+    """A measured run as the guard sees it; with `injected`, that stage is the slower one."""
+    case = records.CaseRecord(label=PRESET, problem={})
+    for name in ("loop_and_pad", "blocked"):
+        result = records.ResultRecord(implementation=name, verdict="agree")
+        for what, by_name in times.items():
+            slow = name == "blocked" and injected and what.startswith(injected)
+            samples = by_name[injected if slow else name]
+            result.timings.append(records.TimingRecord(what=what, compile_s=0.0, wall_s=samples))
+        case.results.append(result)
+    return case
+
+
+def play(runs: list, injected: str = "") -> tuple[int, int]:
+    """(guards, guards with an alarm) over all pairings; a slower stage must be named by one of its own calls."""
+    plain = [as_case(r) for r in runs]
+    fresh = [as_case(r, injected) for r in runs]
+    played = alarmed = 0
+    shifts = {}
+
+    def shift(i: int, j: int) -> list[guard.Shift]:
+        if (i, j) not in shifts:
+            shifts[i, j] = guard.shifts(plain[i], fresh[j])
+        return shifts[i, j]
+
+    n = len(runs)
+    for i in range(n):
+        for j in range(n):
+            again = [(j + 1 + k) % n for k in range(guard.CONFIRMATIONS)]
+            if i in (j, *again):
+                continue
+            later = [s for k in again for s in shift(i, k)]
+            alarms = [s for s in shift(i, j) if guard.confirmed(s, later)]
+            if injected:
+                alarms = [s for s in alarms if s.what.startswith(injected)]
+            played += 1
+            alarmed += bool(alarms)
+    return played, alarmed
+
+
+def judge(raw: Path, target: Path) -> None:
+    """Writes the rates as a record."""
+    runs = json.loads(raw.read_text())["runs"]
+    trials = []
+    for what, injected in (("nothing changed", ""), *((f"{s} 1.25 x the work", s) for s in INJECTED)):
+        played, alarmed = play(runs, injected)
+        trials.append({"what": what, "runs": played, "count": alarmed})
+    slow = {}
+    for stage in INJECTED:
+        ratios = [np.median(r[w][stage]) / np.median(r[w]["blocked"]) for r in runs for w in r if w.startswith(stage)]
+        slow[stage] = float(np.median(ratios))
+    record = records.new_record("guard", command={"preset": PRESET, "runs": len(runs)})
+    record.extra = {"trials": trials, "measured slowdown": slow}
+    records.write(target, record)
+    print(json.dumps(record.extra, indent=1))
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 3 or sys.argv[1] not in ("collect", "judge"):
+        sys.exit(__doc__)
+    if sys.argv[1] == "collect":
+        collect(Path(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 5)
+    else:
+        judge(Path(sys.argv[2]), Path(sys.argv[3]))
