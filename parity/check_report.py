@@ -6,7 +6,7 @@ from pathlib import Path
 
 from .check import Report, describe, reproduce
 from .kill import Matrix
-from .profiles import PLAIN
+from .profiles import profile
 from .records import FindingRecord, ResultRecord, new_case, new_record, write
 from .spec import parse_case
 from .suite import BAD, Verdict
@@ -90,7 +90,7 @@ def record_report(report: Report, path: Path) -> None:
         findings=[_finding(report, v) for v in report.verdicts] if judged else [],
         notes={"notes": list(report.notes), "seconds": report.seconds},
     )
-    problem = parse_case(report.job.case).problem if report.job.case else PLAIN[0]
+    problem = parse_case(report.job.case).problem if report.job.case else profile(report.job.profile).problems()[0]
     case = new_case(f"laws, {report.job.profile} profile", problem, source="drawn routings")
     case.results.append(result)
     record.cases.append(case)

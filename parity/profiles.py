@@ -9,7 +9,7 @@ from .covering import covering_problems, tiny_problems
 from .interface import Implementation, always
 from .law import FEATURES
 from .presets import PRESETS
-from .problem import DTYPES, Clamp, InvalidInput, Problem
+from .problem import DTYPES, Clamp, Experts, InvalidInput, Problem, Router
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,16 @@ def _quick() -> tuple[Problem, ...]:
 
 
 def _gpu() -> tuple[Problem, ...]:
-    small = {"T": 128, "K": 2, "E": 8, "D": 256, "F": 128}
-    return Problem(**small, dtype="bfloat16"), Problem(**small, dtype="bfloat16").replace(
-        router_score="sigmoid", router_normalize=True
+    """Every switch of the presets on one of three small shapes."""
+    small = Problem(T=128, K=2, E=8, D=256, F=128, dtype="bfloat16")
+    grouped = {"groups": 4, "group_topk": 2, "selection_bias": True, "scaling": 2.5}
+    return (
+        small,
+        small.replace(router=Router(score="sigmoid", normalize=True, norm_eps=1e-20, **grouped), experts_shared_F=64),
+        small.replace(
+            router=Router(softmax_order="after", gate_bias=True, logits_dtype="activation"),
+            experts=Experts(clamp=Clamp(), wi_bias=True, wo_bias=True, weight_placement="early"),
+        ),
     )
 
 
@@ -61,7 +68,7 @@ PROFILES: Mapping[str, Profile] = {
         Profile("gpu", 10, 300.0, _gpu, oracle="oracle_device", once=_presets),
     )
 }
-"""quick: three shapes, under two minutes on two cores. default: five. thorough: the covering array too. gpu: two small
+"""quick: three shapes, under two minutes on two cores. default: five. thorough: the covering array too. gpu: three small
 shapes for all laws and every preset once at full width, judged by the oracle that runs on the device."""
 
 WIDER: Mapping[str, dict[str, object]] = {

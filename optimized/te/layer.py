@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +34,8 @@ def layer(
     given = (params.gate_kernel, params.gate_bias, params.expert_bias)
     kernels = (params.wi, params.wo, params.wi_bias, params.wo_bias)
     if problem.T:
-        y, z, weights, topk_idx, sizes = _routed(problem, given, kernels, x, mask)
+        found: Any = _routed(problem, given, kernels, x, mask)
+        y, z, weights, topk_idx, sizes = found
     else:
         y, z = x, logits(problem, x, params.gate_kernel, params.gate_bias)
         topk_idx, sizes = jnp.zeros((0, problem.K), jnp.int32), jnp.zeros(problem.E, jnp.int32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ def permute(
     sums a token's rows in float32 and rounds once.
     """
     found = move.plan(routing.topk_idx, problem.E, align=align)
-    rows = _spread(problem.padded_rows(align), x, found.row_of_slot)
+    rows: Any = _spread(problem.padded_rows(align), x, found.row_of_slot)
     return rows, found.group_sizes, found.row_of_slot
 
 

@@ -1,0 +1,348 @@
+"""Records `te` on a GPU: every law, three shapes against their own grouped GEMMs, and the presets at full width.
+
+    python tests/benchmarks/record_gpu.py FOLDER --part laws [--examples N] [--seconds N]
+    python tests/benchmarks/record_gpu.py FOLDER --part shapes [--seconds N]
+    python tests/benchmarks/record_gpu.py FOLDER --part presets [--preset NAME]... [--seconds N]
+
+Each part is a process of its own and writes FOLDER/te-PART.json after every step, so that a run that is cut short leaves what it
+has; past --seconds no further step begins. Parameters are drawn on the device: a large layer would take minutes on the host. All
+calls of a shape, its grouped GEMMs alone included, are timed in turn, so that their ratios share one moment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from dropless.parity import complete, get, registry
+from dropless.parity.bounds import dense_flops, dense_gemm
+from dropless.parity.check import Report
+from dropless.parity.check_report import record_report
+from dropless.parity.compare import Finding, judge, same_bits
+from dropless.parity.costs import cost, flops
+from dropless.parity.findings import to_record
+from dropless.parity.inputs import Case, make_cotangent, make_weights, make_x
+from dropless.parity.interface import Implementation, Unsupported
+from dropless.parity.job import Job, load
+from dropless.parity.judge import dtype_of, route_findings
+from dropless.parity.laws import laws_named
+from dropless.parity.patterns import routing_ids
+from dropless.parity.presets import PRESETS
+from dropless.parity.problem import Params, Problem, Router, Routing
+from dropless.parity.records import CaseRecord, ResultRecord, new_case, new_record, write
+from dropless.parity.stages import stage_call
+from dropless.parity.suite import Verdict
+from dropless.parity.timing import Call, measure, prepare
+
+NAME = "te"
+TOKENS = 8192
+SHAPES = {
+    "4096 x 3584, 8 experts, top-2": Problem(
+        T=TOKENS, K=2, E=8, D=4096, F=3584, dtype="bfloat16", router=Router(normalize=True)
+    ),
+    "7168 x 2048, 32 experts, top-8": Problem(
+        T=TOKENS, K=8, E=32, D=7168, F=2048, dtype="bfloat16", router=Router(normalize=True)
+    ),
+    "qwen3-30b-a3b, 2048 x 768, 128 experts, top-8": PRESETS["qwen3-30b-a3b"].problem(T=TOKENS, dtype="bfloat16"),
+}
+ORDER = (
+    "mixtral-8x7b",
+    "gpt-oss-20b",
+    "deepseek-v3",
+    "olmoe-1b-7b",
+    "gpt-oss-120b",
+    "qwen3-235b-a22b",
+    "mixtral-8x22b",
+)
+"""Presets by what they add to the shapes; qwen3-30b-a3b is one of those."""
+SHAPE_CALLS = ("experts forward", "experts forward+backward", "layer forward", "layer forward+backward")
+PRESET_CALLS = ("experts forward+backward", "layer forward")
+BLOCKS, ROUNDS = 4, 4
+"""Every call is timed ROUNDS times in each of BLOCKS turns."""
+
+
+def laws(folder: Path, spare: Callable[[], bool], examples: int) -> None:
+    """Every law of the gpu profile."""
+    bench = load(Job(NAME, "gpu", max_examples=examples))
+    own = tuple(s for s in bench.implementation.stages if s not in bench.implementation.composed)
+    start, verdicts = time.perf_counter(), []
+    for law in laws_named(()):
+        began = time.perf_counter()
+        if spare():
+            verdict = bench.run(law.name)
+        else:
+            verdict = Verdict(law.name, law.stage, "cannot run", reason="not reached in the time given")
+        verdicts.append(verdict)
+        took = time.perf_counter() - began
+        said = verdict.reason or (verdict.finding.message if verdict.finding else "")
+        print(
+            f"{law.name:26s} {verdict.status:12s} {verdict.percent or 0:5.0f} %  {took:5.1f} s  {said[:120]}",
+            flush=True,
+        )
+        report = Report(bench.job, NAME, tuple(verdicts), (), own, time.perf_counter() - start)
+        record_report(report, folder / "te-laws.json")
+
+
+def timed(
+    folder: Path, kind: str, problems: dict[str, Problem], whats: tuple[str, ...], spare: Callable[[], bool]
+) -> None:
+    """Parity, time, and parity of the timed outputs, for each problem that is begun in time."""
+    record = new_record("bench", command={"part": kind, "tokens": TOKENS})
+    implementation = complete(get(NAME))
+    for label, problem in problems.items():
+        if not spare():
+            print(f"{label}: not begun in the time given", flush=True)
+            continue
+        began = time.perf_counter()
+        case = record_case(implementation, label, problem, whats, bounds=kind == "shapes")
+        record.cases.append(case)
+        write(folder / f"te-{kind}.json", record)
+        show(case, time.perf_counter() - began)
+
+
+def record_case(
+    implementation: Implementation, label: str, problem: Problem, whats: tuple[str, ...], *, bounds: bool
+) -> CaseRecord:
+    """One problem on one implementation."""
+    result = ResultRecord(implementation=implementation.name, verdict="agree")
+    result.own_stages = sorted(set(implementation.stages) - set(implementation.composed))
+    cases = [drawn(problem, seed) for seed in range(2)]
+    cases[1] = cases[1].replace(params=cases[0].params)
+    record = new_case(label, problem, source="zipf at a fixed routing; the layer routes tokens itself")
+    sizes = np.bincount(np.asarray(cases[0].routing.topk_idx).ravel(), minlength=problem.E)
+    record.pattern, record.exponent = "zipf", 1.0
+    record.rows, record.group_sizes = int(sizes.sum()), sizes.tolist()
+    record.results.append(result)
+    if not (support := implementation.can_run(problem)):
+        result.verdict, result.reason = "cannot run", support.reason
+        return record
+    makers = {what: lambda what=what: stage_call(implementation, what, cases) for what in whats}
+    if bounds:
+        makers |= {f"grouped GEMMs alone{tail}: {NAME}": own for tail, own in gemms(implementation, cases).items()}
+        makers["dense GEMM"] = lambda: dense_gemm(problem, record.rows)
+    try:
+        with ThreadPoolExecutor(len(makers)) as pool:
+            calls = dict(zip(makers, pool.map(lambda make: make(), makers.values()), strict=True))
+        result.findings = judged(cases, {what: (0, calls[what](0)) for what in whats})
+        if all(f.ok for f in result.findings):
+            in_turn(list(calls.values()))
+            result.after = judged(cases, {what: calls[what].last for what in whats})
+    except Unsupported as declined:
+        result.verdict, result.reason = "cannot run", str(declined)
+        return record
+    failed = [f for f in (*result.findings, *result.after) if not f.ok]
+    if failed:
+        result.verdict, result.reason = "disagree", f"{failed[0].stage} {failed[0].tensor}: {failed[0].message}"
+        return record
+    for name, call in calls.items():
+        if name in whats:
+            work = cost(problem, name, record.rows, int(np.count_nonzero(sizes)))
+            result.timings.append(call.record(useful_flops=work.flops, bytes_moved=work.bytes))
+        else:
+            work = (
+                dense_flops(problem, call)
+                if name == "dense GEMM"
+                else flops(problem, record.rows, backward="+" in name)
+            )
+            record.bounds.append(call.record(useful_flops=work))
+            record.bounds[-1].what = name
+    return record
+
+
+def drawn(problem: Problem, seed: int) -> Case:
+    """A case whose large tensors are drawn on the device; tokens, routing, weights and cotangent as everywhere else."""
+    ids = routing_ids("zipf", problem.T, problem.K, problem.E, seed, 1.0)
+    return Case(
+        problem=problem,
+        params=params(problem),
+        x=jnp.asarray(make_x(problem, seed)),
+        routing=Routing(jnp.asarray(ids, jnp.int32), jnp.asarray(make_weights(problem, ids, seed), jnp.float32)),
+        cotangent=jnp.asarray(make_cotangent(problem, seed)),
+        seed=seed,
+        label="zipf",
+    )
+
+
+def params(problem: Problem) -> Params:
+    """Kernels scaled by fan-in, biases of order one and never zero."""
+    p, x = problem, problem.experts
+    S = (2 if x.gated else 1) * x.shared_F
+    shapes: dict[str, tuple[tuple[int, ...], float, str]] = {
+        "gate_kernel": ((p.D, p.E), p.D**-0.5, p.dtype),
+        "wi": ((p.E, p.D, p.wi_columns), p.D**-0.5, p.dtype),
+        "wo": ((p.E, p.F, p.D), 2 * p.F**-0.5, p.dtype),
+    }
+    if p.router.gate_bias:
+        shapes["gate_bias"] = ((p.E,), 0.1, p.dtype)
+    if p.router.selection_bias:
+        shapes["expert_bias"] = ((p.E,), 0.1, "float32")
+    if x.wi_bias:
+        shapes["wi_bias"] = ((p.E, p.wi_columns), 1.0, p.dtype)
+    if x.wo_bias:
+        shapes["wo_bias"] = ((p.E, p.D), 1.0, p.dtype)
+    if S:
+        shapes |= {
+            "shared_wi": ((p.D, S), p.D**-0.5, p.dtype),
+            "shared_wo": ((x.shared_F, p.D), 2 * x.shared_F**-0.5, p.dtype),
+        }
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    normal = jax.jit(
+        lambda key, shape, scale, dtype: (jax.random.normal(key, shape, jnp.dtype(dtype)) * scale).astype(dtype),
+        static_argnums=(1, 2, 3),
+    )
+    return Params(**{name: normal(k, *shapes[name]) for k, name in zip(keys, shapes, strict=True)})
+
+
+def gemms(implementation: Implementation, cases: list[Case]) -> dict[str, Callable[[], Call]]:
+    """The layer's grouped GEMMs and nothing else: two forward, and with the four of the backward pass six."""
+    problem, gemm = cases[0].problem, implementation.stage("grouped_gemm")
+    permute = jax.jit(lambda x, r: implementation.stage("permute")(problem, x, r))
+    inputs = []
+    for case in cases:
+        rows, sizes, _ = permute(case.x, case.routing)
+        keys = jax.random.split(jax.random.key(case.seed), 2)
+        h, pre = (
+            jax.random.normal(k, (rows.shape[0], n), rows.dtype)
+            for k, n in zip(keys, (problem.F, problem.wi_columns), strict=True)
+        )
+        inputs.append((rows, h, pre, sizes, case.params.wi, case.params.wo))
+
+    def forward(rows: Any, h: Any, pre: Any, sizes: Any, wi: Any, wo: Any) -> Any:
+        return gemm(rows, wi, sizes), gemm(h, wo, sizes)
+
+    def both(rows: Any, h: Any, pre: Any, sizes: Any, wi: Any, wo: Any) -> Any:
+        first, pull_first = jax.vjp(lambda r, k: gemm(r, k, sizes), rows, wi)
+        second, pull_second = jax.vjp(lambda r, k: gemm(r, k, sizes), h, wo)
+        return first, second, pull_first(pre), pull_second(rows)
+
+    return {
+        "": lambda: prepare("grouped GEMMs alone", forward, inputs),
+        ", forward+backward": lambda: prepare("grouped GEMMs alone, forward+backward", both, inputs),
+    }
+
+
+def in_turn(calls: list[Call]) -> None:
+    """Times all calls in BLOCKS turns and keeps every repetition."""
+    wall: list[list[float]] = [[] for _ in calls]
+    device: list[list[float]] = [[] for _ in calls]
+    for _ in range(BLOCKS):
+        for call in calls:
+            call.wall_s, call.device_s = [], []
+        measure(calls, rounds=ROUNDS)
+        for i, call in enumerate(calls):
+            wall[i] += call.wall_s
+            device[i] += call.device_s
+    for i, call in enumerate(calls):
+        call.wall_s, call.device_s = wall[i], device[i]
+
+
+def judged(cases: list[Case], outputs: dict[str, tuple[int, Any]]) -> list[Any]:
+    """Outputs of `stage_call`, each with its input variant, against the oracle on the device.
+
+    One pass of the oracle serves all calls of a stage, and kernels are judged one expert at a time, never on the host.
+    """
+    module = importlib.import_module(registry.get("oracle_device").stage("experts").__module__)
+    found = []
+    for stage in ("experts", "layer"):
+        of_stage = {what: out for what, out in outputs.items() if what.startswith(stage)}
+        for variant in sorted({v for v, _ in of_stage.values()}):
+            case, outs = cases[variant], [out for v, out in of_stage.values() if v == variant]
+            if stage == "experts":
+                pieces = module.stream_experts(case.problem, case.params, case.x, case.routing, case.cotangent)
+                found += [to_record(f, stage) for f in worst(case, outs, pieces)]
+            else:
+                found += [to_record(f, stage) for f in judged_layer(module, case, outs)]
+    return found
+
+
+def judged_layer(module: Any, case: Case, outs: list[Any]) -> list[Finding]:
+    """Live layers: their choices, which must be the same ones, and everything else at these choices."""
+    both = [out if isinstance(out, tuple) else (out, {}) for out in outs]
+    first = both[0][0]
+    found = route_findings(case, jax.tree.map(np.asarray, first.routing), oracle="oracle_device", weights=False)
+    ids = np.asarray(first.routing.topk_idx)
+    counts = np.bincount(ids.ravel(), minlength=case.problem.E).astype(np.int32)
+    got = []
+    for output, grads in both:
+        found.append(same_bits("topk_idx", np.asarray(output.routing.topk_idx), ids))
+        found.append(same_bits("group_sizes", np.asarray(output.group_sizes), counts))
+        losses = {name: getattr(output.losses, name) for name in ("balance", "sequence", "z")}
+        got.append({"y": output.y, "weights": output.routing.topk_weights, **losses, **grads})
+    pieces = module.stream_layer(case.problem, case.params, case.x, ids, case.cotangent)
+    return found + worst(case, got, pieces)
+
+
+def worst(case: Case, outs: list[dict[str, Any]], pieces: Iterator[tuple[str, int | None, Any]]) -> list[Finding]:
+    """One finding a tensor: the worst piece of the worst output."""
+    found: dict[str, Finding] = {}
+    for name, expert, exact in pieces:
+        for got in outs:
+            if name not in got:
+                continue
+            mine = got[name] if expert is None else got[name][expert]
+            finding = judge(name, mine, exact, dtype=dtype_of(case.problem, name))
+            old = found.get(name)
+            if old is None or (not finding.ok, finding.measured or 0.0) > (not old.ok, old.measured or 0.0):
+                found[name] = finding if expert is None else finding.replace(expert=expert)
+    return list(found.values())
+
+
+def show(case: CaseRecord, seconds: float) -> None:
+    """The lines that matter at the end of a log."""
+    result = case.results[0]
+    worst_percent = max((f.percent or 0.0 for f in (*result.findings, *result.after)), default=0.0)
+    print(
+        f"{case.label}: {result.verdict} {result.reason} worst {worst_percent:.0f} % of bar, {seconds:.0f} s",
+        flush=True,
+    )
+    median = {t.what: t.median for t in (*result.timings, *case.bounds)}
+    for t in (*result.timings, *case.bounds):
+        print(
+            f"  {t.what:44s} {1e3 * t.median:8.3f} ms  {t.flops_per_s / 1e12:5.0f} TFLOP/s  {t.device_timer}",
+            flush=True,
+        )
+    alone = f"grouped GEMMs alone: {NAME}"
+    if alone in median:
+        gemm_f, gemm_fb = median[alone], median[f"grouped GEMMs alone, forward+backward: {NAME}"]
+        for stage in ("experts", "layer"):
+            f, fb = median[f"{stage} forward"], median[f"{stage} forward+backward"]
+            print(
+                f"  {stage} / own GEMMs: forward {f / gemm_f:.3f}, backward {(fb - f) / (gemm_fb - gemm_f):.3f}",
+                flush=True,
+            )
+
+
+def main() -> None:
+    """Runs one part."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--part", choices=("laws", "shapes", "presets"), required=True)
+    parser.add_argument("--seconds", type=float, default=3600.0)
+    parser.add_argument("--examples", type=int, default=3)
+    parser.add_argument("--preset", action="append", choices=tuple(PRESETS))
+    given = parser.parse_args()
+    start = time.perf_counter()
+
+    def spare() -> bool:
+        return time.perf_counter() - start < given.seconds
+
+    given.folder.mkdir(parents=True, exist_ok=True)
+    if given.part == "laws":
+        laws(given.folder, spare, given.examples)
+    elif given.part == "shapes":
+        timed(given.folder, "shapes", SHAPES, SHAPE_CALLS, spare)
+    else:
+        chosen = {n: PRESETS[n].problem(T=TOKENS, dtype="bfloat16") for n in given.preset or ORDER}
+        timed(given.folder, "presets", chosen, PRESET_CALLS, spare)
+
+
+if __name__ == "__main__":
+    main()
