@@ -136,8 +136,9 @@ def describe(job: Job, verdict: Verdict) -> list[str]:
         if f.got is not None and f.want is not None:
             lines.append(f"  got      {f.got:.9g}, want {f.want:.9g}")
         lines.append(f"  says     {f.message}")
-    if verdict.second is not None:
-        lines.append(f"  then     {verdict.second.message or 'the same case passed'}")
+    if (second := verdict.second) is not None:
+        worst = "" if second.measured is None else f", {second.measured:.3g} of the bar"
+        lines.append(f"  then     got {second.got:.9g}{worst}" if second.got is not None else "  then     it passed")
     if verdict.reason:
         lines.append(f"  because  {verdict.reason}")
     if verdict.case:

@@ -153,7 +153,7 @@ def by_bits(
     return [same_bits(n, got[n], want[n]) for n in (want if names is None else names) if n in got and n in want]
 
 
-def expect(tensor: str, holds: bool, message: str, **more: object) -> Finding:
+def expect(tensor: str, holds: Any, message: str, **more: object) -> Finding:
     """A yes-or-no fact as a finding."""
     return Finding(tensor=tensor, check="values", ok=bool(holds), message="" if holds else message, **more)  # type: ignore[arg-type]
 

@@ -180,8 +180,8 @@ def _interleaved(fn, params, x, first, second, cotangent, problem):
         return {"x": pulled[1], "topk_weights": pulled[2], **pulled[0]}
 
     leaves = _leaves(params)
-    y_a, pull_a = jax.vjp(lambda *a: forward(*a, first.topk_idx), leaves, x, first.topk_weights)
-    y_b, pull_b = jax.vjp(lambda *a: forward(*a, second.topk_idx), leaves, x, second.topk_weights)
+    y_a, pull_a = jax.vjp(lambda p, a, w: forward(p, a, w, first.topk_idx), leaves, x, first.topk_weights)
+    y_b, pull_b = jax.vjp(lambda p, a, w: forward(p, a, w, second.topk_idx), leaves, x, second.topk_weights)
     grads_a = pull_a(cotangent)
     return (y_a, named(grads_a)), (y_b, named(pull_b(cotangent)))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 
@@ -25,8 +27,8 @@ OWN = {"own layer", "reports routing", "dropless"}
 def layer_routes(implementation: Implementation, case: Case) -> list[Finding]:
     """The routing that a layer reports is admissible, its weights are right, and its group sizes count it."""
     out, _ = running.layer(implementation, case, loss_cotangents=COEFFICIENTS)
-    findings = route_findings(case, _real(case, out.routing))
-    ids = np.asarray(out.routing.topk_idx)
+    findings = route_findings(case, reported(out))
+    ids = np.asarray(reported(out).topk_idx)
     if out.group_sizes is not None and "drops" not in implementation.traits:
         counts = np.bincount(ids[ids >= 0], minlength=case.problem.E).astype(np.int32)
         findings.append(same_bits("group_sizes", out.group_sizes, counts))
@@ -119,16 +121,13 @@ def segments(case: Case) -> jnp.ndarray:
     return jnp.asarray(np.sort(stream(case.seed, "segments").integers(0, 3, case.problem.T)).astype(np.int32))
 
 
-def _replayed(
-    case: Case, out: Output, got: dict[str, np.ndarray], coefficients: tuple[float, float, float]
-) -> list[Finding]:
+def _replayed(case: Case, out: Output, got: dict[str, Any], coefficients: tuple[float, float, float]) -> list[Finding]:
     """Findings on each tensor against the oracle's layer at the ids of `out`."""
-    assert out.routing is not None
     view = layer_oracle().judge_layer(
         case.problem,
         case.params,
         case.x,
-        out.routing.topk_idx,
+        reported(out).topk_idx,
         case.cotangent,
         mask=case.mask,
         segment_ids=case.segment_ids,
@@ -137,9 +136,12 @@ def _replayed(
     return [judge(n, got[n], view[n], dtype=dtype_of(case.problem, n)) for n in got if n in view]
 
 
-def _real(case: Case, routing: Routing | None) -> Routing:
-    assert routing is not None
-    return routing
+def reported(out: Output) -> Routing:
+    """The routing that a layer reported; laws that need one are not asked of a layer that reports none."""
+    if out.routing is None:
+        message = "layer reported no routing; accepted: Output.routing, or the trait opaque"
+        raise running.WrongKind(Finding(tensor="topk_idx", check="ran", ok=False, message=message))
+    return out.routing
 
 
 LAWS: tuple[Law, ...] = (

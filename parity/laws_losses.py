@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +15,7 @@ from .inputs import Case
 from .interface import Implementation, Judged
 from .law import Law, law
 from .law_tools import dtype_of, expect, layer_oracle
-from .laws_layer import COEFFICIENTS, LOSSES, OWN, segments
+from .laws_layer import COEFFICIENTS, LOSSES, OWN, reported, segments
 
 ULPS = 64 * 2.0**-24
 """Gauge of a float32 mean whose exact value is known: its terms are equal, so only their own few roundings remain."""
@@ -31,7 +32,7 @@ def losses(implementation: Implementation, case: Case) -> list[Finding]:
         case.problem,
         case.params,
         case.x,
-        out.routing.topk_idx,
+        reported(out).topk_idx,
         case.cotangent,
         mask=marked.mask,
         segment_ids=marked.segment_ids,
@@ -113,7 +114,7 @@ def loss_gradient_of_all(implementation: Implementation, case: Case) -> list[Fin
     out, grads = running.layer(implementation, quiet, loss_cotangents=(1.0, 0.0, 0.0))
     if out.losses is None:
         return []
-    unchosen = np.setdiff1d(np.arange(case.problem.E), np.asarray(out.routing.topk_idx))
+    unchosen = np.setdiff1d(np.arange(case.problem.E), np.asarray(reported(out).topk_idx))
     silent = [int(e) for e in unchosen if not np.any(grads["gate_kernel"][:, e])]
     return [expect("gate_kernel", not silent, f"the balance loss gives the unchosen experts {silent[:8]} no gradient")]
 
@@ -130,7 +131,7 @@ def _gate(case: Case, kernel: np.ndarray) -> Case:
     return case.replace(params=case.params.replace(**leaves))
 
 
-def _near(name: str, got: np.ndarray, want: float) -> Finding:
+def _near(name: str, got: Any, want: float) -> Finding:
     value = np.asarray(want, np.float64)
     return judge(name, np.asarray(got), Judged(value, np.abs(value) * ULPS + 0.0), dtype="float32")
 

@@ -74,7 +74,7 @@ def selection_bias(implementation: Implementation, case: Case) -> list[Finding]:
 @law("negative-bias", stage="route", judged_by="gauge", faults="F", needs=OWN | {"selection bias"})
 def negative_bias(implementation: Implementation, case: Case) -> list[Finding]:
     """Lowering every selection bias by one changes nothing: experts of excluded groups rank at -inf, not at 0."""
-    lowered = case.replace(params=case.params.replace(expert_bias=case.params.expert_bias - 1.0))
+    lowered = case.replace(params=case.params.replace(expert_bias=case.params.need("expert_bias") - 1.0))
     return route_findings(lowered, running.route(implementation, lowered))
 
 
@@ -161,7 +161,7 @@ def update_bias(implementation: Implementation, case: Case) -> list[Finding]:
     return [same_bits("expert_bias", got, want)]
 
 
-def distinct(problem: Problem, topk_idx: np.ndarray) -> Finding:
+def distinct(problem: Problem, topk_idx: Any) -> Finding:
     """Every token's ids lie in [0, E) and differ."""
     ids = np.sort(topk_idx, axis=1)
     bad = (ids < 0).any(1) | (ids >= problem.E).any(1) | (ids[:, 1:] == ids[:, :-1]).any(1)

@@ -176,7 +176,7 @@ def _shapes(problem: Problem, params: Params) -> Params:
     return params.replace(**{name: _of(sizes[name], leaf.dtype) for name, leaf in params.named().items()})
 
 
-def _of(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+def _of(shape: tuple[int, ...], dtype: Any) -> Any:
     return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
 

@@ -53,8 +53,8 @@ class LawCollector(pytest.Collector):
 
         if self.worker is None:
             self.worker = self._start()
-            option = self.config.getoption
-            self.known = [e for path in (SHIPPED, *option("--dropless-known")) for e in read_known(path)]
+            files: Any = self.config.getoption("--dropless-known")
+            self.known = [e for path in (SHIPPED, *files) for e in read_known(path)]
             self.config.add_cleanup(self.worker.close)
         verdict = self.worker.judge(name)
         return apply_known([verdict], self.known, self.worker.job.target)[0]
@@ -64,7 +64,9 @@ class LawCollector(pytest.Collector):
         from .profiles import profile
         from .worker import Worker
 
-        option = self.config.getoption
+        def option(name: str) -> Any:
+            return self.config.getoption(name)
+
         job = Job(
             option("--dropless-target"),
             option("--dropless-profile"),

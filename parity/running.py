@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -237,5 +237,5 @@ def _check_output(problem: Problem, out: Any) -> None:
         check_kind("layer", "group_sizes", out.group_sizes, (problem.E,), np.int32)
 
 
-def _wrong(tensor: str, check: str, message: str) -> Finding:
+def _wrong(tensor: str, check: Literal["ran", "dtype", "shape"], message: str) -> Finding:
     return Finding(tensor=tensor, check=check, ok=False, message=message)

@@ -185,6 +185,7 @@ def pinned(problem: Problem, seed: int) -> list[CaseSpec]:
 def _draw(search: _Search, problem: Problem, settings: Settings) -> None:
     import hypothesis
     from hypothesis import HealthCheck, Phase
+    from hypothesis.errors import Flaky, FlakyFailure
 
     from .strategies import case_specs, no_folder
 
@@ -197,7 +198,7 @@ def _draw(search: _Search, problem: Problem, settings: Settings) -> None:
         phases=phases,
         database=None,
         deadline=None,
-        suppress_health_check=list(HealthCheck),
+        suppress_health_check=list(HealthCheck),  # pyright: ignore[reportArgumentType]
         print_blob=False,
         report_multiple_bugs=False,
     )
@@ -214,7 +215,7 @@ def _draw(search: _Search, problem: Problem, settings: Settings) -> None:
     try:
         with no_folder():
             holds()
-    except (_Enough, AssertionError, hypothesis.errors.FlakyFailure, hypothesis.errors.Flaky):
+    except (_Enough, AssertionError, FlakyFailure, Flaky):
         # The search keeps the smallest failing case itself, and runs it again before it reports it.
         if search.failing is None:
             raise
@@ -223,28 +224,23 @@ def _draw(search: _Search, problem: Problem, settings: Settings) -> None:
 def _simplify(search: _Search, settings: Settings) -> None:
     """Makes the failing routing plainer token by token: nowhere or at the first experts, else fewer and lower ids."""
     assert search.failing is not None
-    spec = search.failing[0]
+    spec, runs = search.failing[0], 0
     if spec.topk_idx is None:
         return
-    K, runs = spec.problem.K, 0
-    rest = (-1,) * K if "no-expert" in settings.features else tuple(range(K))
-    for token in range(spec.problem.T):
-        row = search.failing[0].topk_idx[token]
-        plainer = [
-            rest,
-            tuple(sorted(row)),
-            *((*row[:k], e, *row[k + 1 :]) for k in range(K) for e in range(-1, row[k])),
-        ]
-        for new in plainer:
-            now = search.failing[0].topk_idx
+    K, no_expert = spec.problem.K, "no-expert" in settings.features
+    rest = (-1,) * K if no_expert else tuple(range(K))
+    for token, row in enumerate(spec.topk_idx):
+        lower = ((*row[:k], e, *row[k + 1 :]) for k in range(K) for e in range(-1 if no_expert else 0, row[k]))
+        for new in (rest, tuple(sorted(row)), *lower):
+            now = search.failing[0].topk_idx or ()
             real = [e for e in new if e >= 0]
-            if new == now[token] or len(set(real)) < len(real) or (-1 in new and rest[0] != -1):
+            if new == now[token] or len(set(real)) < len(real):
                 continue
             if runs == SHRINKS:
                 return
             runs += 1
             _try(search, dataclasses.replace(spec, topk_idx=(*now[:token], new, *now[token + 1 :])))
-            if search.failing[0].topk_idx[token] == rest:
+            if (search.failing[0].topk_idx or ())[token] == rest:
                 break
 
 
@@ -260,13 +256,17 @@ def _try(search: _Search, spec: CaseSpec) -> None:
 
 
 def _first_failure(search: _Search, spec: CaseSpec) -> Finding | None:
+    return next((f for f in _findings(search, spec) if not f.ok), None)
+
+
+def _findings(search: _Search, spec: CaseSpec) -> list[Finding]:
     try:
         findings = search.law.check(search.implementation, spec.build())
     except WrongKind as wrong:
         findings = [wrong.finding]
     except Unsupported as declined:
         search.declined.append(str(declined))
-        return None
+        return []
     except TargetRaised as raised:
         findings = [Finding(tensor="", check="ran", ok=False, message=_short(raised.error))]
     except jax.errors.JaxRuntimeError as error:  # raised when its compiled code runs, outside of any stage's call
@@ -275,7 +275,7 @@ def _first_failure(search: _Search, spec: CaseSpec) -> Finding | None:
     for finding in findings:
         if search.law.judged_by == "gauge" and finding.measured is not None:
             search.percent = max(search.percent or 0.0, 100 * finding.measured)
-    return next((f for f in findings if not f.ok), None)
+    return findings
 
 
 def _conclude(search: _Search, seconds: float) -> Verdict:
@@ -301,11 +301,11 @@ def _conclude(search: _Search, seconds: float) -> Verdict:
     running.forget_results()
     law_tools.forget_views()
     search.percent = None if finding.measured is None else search.percent
-    again = _first_failure(search, spec)
-    if again is None:
-        return verdict(
-            "not repeatable", finding=finding, case=spec.literal(), reason="the same case passed the next time"
-        )
+    again = _findings(search, spec)
+    if all(f.ok for f in again):
+        second = next((f for f in again if f.tensor == finding.tensor), None)
+        reason = "the same case passed the next time"
+        return verdict("not repeatable", finding=finding, second=second, case=spec.literal(), reason=reason)
     if "drops" in search.implementation.traits:
         return verdict("expected-different", finding=finding, case=spec.literal(), reason="drops on purpose")
     return verdict("disagree", finding=finding, case=spec.literal())
