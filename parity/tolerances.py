@@ -66,14 +66,12 @@ ROUNDINGS: tuple[Rounding, ...] = (
     Rounding(
         "weight", "topk_weights", 1, "always", "y, x, wi, wo, biases", "the routing weight is cast before it multiplies"
     ),
-    Rounding(
-        "weighted_h", "w * h", 1, "always", "y (early), wo", "early placement; late layers may use it for wo's gradient"
-    ),
+    Rounding("weighted_h", "w * h", 1, "early", "y, wo", "operand of the second grouped GEMM"),
     Rounding("expert_y", "h @ wo", 1, "always", "y, topk_weights", "output of the second grouped GEMM"),
     Rounding(
         "expert_y_biased", "h @ wo + wo_bias", 1, "wo_bias", "y, topk_weights", "the bias is added apart from the GEMM"
     ),
-    Rounding("weighted_y", "w * y_k, w * wo_bias", 1, "always", "y", "the weighted row is stored before the combine"),
+    Rounding("weighted_y", "w * y_k, w * wo_bias", 1, "late", "y", "the weighted row is stored before the combine"),
     Rounding(
         "partial_sums",
         "partial sums over k, shared expert included",
@@ -91,8 +89,8 @@ ROUNDINGS: tuple[Rounding, ...] = (
         "y, x",
         "two stages' results are added",
     ),
-    Rounding("weighted_dy", "w * dy", 1, "always", "x, wi, wo, biases", "operand of the backward grouped GEMMs"),
-    Rounding("unit_dh", "dy @ wo.T", 1, "always", "x, topk_weights, wi", "the weight may come after this product"),
+    Rounding("weighted_dy", "w * dy", 1, "late", "x, wi, wo, biases", "operand of the backward grouped GEMMs"),
+    Rounding("unit_dh", "dy @ wo.T", 1, "early", "x, topk_weights, wi", "the weight comes after this product"),
     Rounding("dh", "w * dy @ wo.T", 1, "always", "x, wi, wi_bias", "output of the backward grouped GEMM"),
     Rounding("dact", "dh * up", 1, "always", "x, wi, wi_bias", "one factor of dgate"),
     Rounding("slope", "act'(gate)", 1, "always", "x, wi, wi_bias", "the other factor of dgate"),
@@ -115,7 +113,11 @@ ROUNDINGS: tuple[Rounding, ...] = (
     ),
     Rounding("gradient", "wi, wo, biases, gate_kernel", 1, "always", "each", "a gradient has its parameter's dtype"),
 )
-"""Every rounding to the storage dtype that the gauge allows. Accumulators are float32 and kernel gradients are summed there."""
+"""Every rounding to the storage dtype that the gauge allows; accumulators are float32, kernel gradients' too.
+
+"late" and "early" name the weight placement in which a rounding arises. The gauge admits both, whichever the problem
+asks for: they are equal in exact arithmetic, and a fused backward pass may mix them.
+"""
 
 COUNT: dict[str, int] = {r.name: r.count for r in ROUNDINGS}
 """How often each named value may be rounded: what the gauge reads."""

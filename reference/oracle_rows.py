@@ -20,7 +20,6 @@ class Forward(NamedTuple):
 
     hidden: Hidden
     y: Any
-    var_y: Any
     weighted: Any
     var_weighted: Any
     lumps: Lumps
@@ -54,33 +53,25 @@ def leaves_of(params: Params) -> tuple[Any, ...]:
 def forward(
     xp: Any, problem: Problem, noise: Noise, expert: Expert, x: Any, w: Any, var_w: Any, shared=False
 ) -> Forward:
-    """The expert's rows; `shared` rows have weight 1, which nothing rounds and nothing multiplies."""
-    late = problem.experts.weight_placement == "late" and not shared
-    hidden = hidden_units(xp, problem, noise, expert, x)
-    unrounded, var = noise.dot(hidden.h, hidden.var_h, expert.wo, expert.wo2, hidden.h.shape[-1])
-    y, var_y = unrounded, var + noise.rounded("expert_y", unrounded)
+    """The expert's rows; `shared` rows have weight 1, which nothing rounds and nothing multiplies.
+
+    The variance admits the roundings of both weight placements: which one a layer uses is its own affair.
+    """
+    z = hidden_units(xp, problem, noise, expert, x)
+    w = xp.ones_like(x[..., :1]) if shared else w[..., None]
+    product = z.h @ expert.wo
+    y = product if expert.wo_bias is None else product + expert.wo_bias
+    wh, wy = w * z.h, w * y
+    var_wh = w * w * z.var_h + (0.0 if shared else noise.rounded("weighted_h", wh))
+    _, var = noise.dot(wh, var_wh, expert.wo, expert.wo2, wh.shape[-1])
+    var = var + w * w * noise.rounded("expert_y", product)
     if expert.wo_bias is not None:
-        y = unrounded + expert.wo_bias
-        var_y = var_y + noise.rounded("expert_y_biased", y)
-    columns = expert.wo2.sum(-1)
+        var = var + w * w * noise.rounded("expert_y_biased", y) + noise.rounded("weighted_y", w * expert.wo_bias)
     if shared:
-        return Forward(hidden, y, var_y, y, var_y, _lumps(hidden.var_h * columns, 0.0))
-    w = w[..., None]
-    coherent = _weight_variance(noise, w, var_w[..., None])
-    if late:
-        var_weighted = w * w * var_y + noise.rounded("weighted_y", w * y)
-        var_wh = w * w * hidden.var_h
-    else:
-        wh = w * hidden.h
-        var_wh = w * w * hidden.var_h + noise.rounded("weighted_h", wh)
-        out, var_weighted = noise.dot(wh, var_wh, expert.wo, expert.wo2, hidden.h.shape[-1])
-        var_weighted = var_weighted + noise.rounded("expert_y", out)
-        if expert.wo_bias is not None:
-            var_weighted = (
-                var_weighted + noise.rounded("weighted_y", w * expert.wo_bias) + noise.rounded("expert_y_biased", w * y)
-            )
-    together = coherent * y * y
-    return Forward(hidden, y, var_y, w * y, var_weighted + together, _lumps(var_wh * columns, together.sum(-1)))
+        return Forward(z, y, wy, var, _lumps(var_wh * expert.wo2.sum(-1), 0.0))
+    together = _weight_variance(noise, w, var_w[..., None]) * y * y
+    var = var + noise.rounded("weighted_y", wy) + together
+    return Forward(z, y, wy, var, _lumps(var_wh * expert.wo2.sum(-1), together.sum(-1)))
 
 
 def backward(
@@ -98,7 +89,6 @@ def backward(
     """Gradients of sum(dy * w * y) for rows with their own dy."""
     z = f.hidden
     width, depth = z.h.shape[-1], dy.shape[-1]
-    late = problem.experts.weight_placement == "late" and not shared
     w = xp.ones_like(x[..., :1]) if shared else w[..., None]
     coherent = 0.0 * w if shared else _weight_variance(noise, w, var_w[..., None])
 
@@ -106,10 +96,9 @@ def backward(
     var_c = var_dot if shared else var_dot + noise.rounded("unit_dh", c)
     dh = w * c
     var_dh = w * w * var_c + noise.rounded("dh", dh)
-    if late:
+    if not shared:
         var_dh = var_dh + noise.rounded("weighted_dy", w * dy) @ expert.wo2.T
-
-    dweight, var_dweight = _dweight(noise, expert, dy, f, c, var_c, late, depth, width)
+    dweight, var_dweight = _dweight(noise, expert, dy, f, c, var_c)
 
     dact = dh * z.up
     dgate = dact * z.slope
@@ -180,29 +169,24 @@ def _weight_variance(noise: Noise, w: Any, var_w: Any) -> Any:
     return var_w + noise.rounded("weight", w)
 
 
-def _lumps(parts: Any, together: Any) -> Lumps:
-    return Lumps(parts.sum(-1) + together, (parts * parts).sum(-1) + together * together)
-
-
-def _dweight(
-    noise: Noise, expert: Expert, dy: Any, f: Forward, c: Any, var_c: Any, late: bool, depth: int, width: int
-) -> tuple[Any, Any]:
-    """sum(dy * y) for weight 1: late layers form it so, or as sum((dy @ wo.T) * h), as early ones do."""
+def _dweight(noise: Noise, expert: Expert, dy: Any, f: Forward, c: Any, var_c: Any) -> tuple[Any, Any]:
+    """sum(dy * y) for weight 1: late layers form it so, early ones as sum((dy @ wo.T) * h) + sum(dy * wo_bias)."""
     h, var_h = f.hidden.h, f.hidden.var_h
     value = (dy * f.y).sum(-1)
-    terms = (c * h) ** 2
-    var = (c * c * var_h + h * h * var_c).sum(-1)
-    var = var + _sum_variance(noise, terms.sum(-1), width) + noise.per_total(max(depth, width)) * value**2
-    if late or expert.wo_bias is not None:
-        y = f.y if late else expert.wo_bias
-        var = var + _sum_variance(noise, ((dy * y) ** 2).sum(-1), depth)
-    if late:
-        own = noise.rounded("expert_y", f.y)
-        if expert.wo_bias is not None:
-            own = own + noise.rounded("expert_y_biased", f.y)
-        var = var + (dy * dy * own).sum(-1)
-    return value, var + noise.rounded("dweight", value)
+    own = noise.rounded("expert_y", f.y)
+    if expert.wo_bias is not None:
+        own = own + noise.rounded("expert_y_biased", f.y)
+    var = (c * c * var_h + h * h * var_c).sum(-1) + (dy * dy * own).sum(-1)
+    var = var + _sum_variance(noise, c * h) + _sum_variance(noise, dy * f.y)
+    if expert.wo_bias is not None:
+        var = var + _sum_variance(noise, dy * expert.wo_bias)
+    return value, var + noise.per_total(max(h.shape[-1], dy.shape[-1])) * value**2 + noise.rounded("dweight", value)
 
 
-def _sum_variance(noise: Noise, squares: Any, n: int) -> Any:
+def _sum_variance(noise: Noise, terms: Any) -> Any:
+    squares, n = (terms * terms).sum(-1), terms.shape[-1]
     return COUNT["dweight_terms"] * (noise.u2 * squares + n * noise.tiny2) + noise.per_square(n) * squares
+
+
+def _lumps(parts: Any, together: Any) -> Lumps:
+    return Lumps(parts.sum(-1) + together, (parts * parts).sum(-1) + together * together)

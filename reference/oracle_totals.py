@@ -43,8 +43,8 @@ def token_gauge(
 ) -> tuple[Any, Any]:
     """(gauge [T, D], independent errors [T]) of a result whose own last rounding is `name`.
 
-    A row has as many independent errors as (sum v)^2 / sum v^2 over its variances v: those of the hidden units and
-    weights that move it as a whole, and what is left of each element's.
+    A hidden unit's error, or a routing weight's, moves a whole row together: it is a lump, and a row that a few lumps
+    dominate has as few independent errors, however wide it is.
     """
     var = var + noise.partial_sums(xp.maximum(n, 1), value, squares) + noise.rounded(name, value)
     return xp.sqrt(xp.where(n > 0, var, 0.0)), _independent(xp, var, lump[:, 0], lump2[:, 0])
@@ -67,10 +67,15 @@ def independent(xp: Any, var: Any) -> Any:
 
 
 def _independent(xp: Any, var: Any, lump: Any, lump2: Any) -> Any:
-    total = var.sum(-1)
-    rest = xp.maximum(total - lump, 0.0)
+    """(tr C)^2 / tr C^2 of a block's error covariance C = sum_i c_i v_i v_i^T + diagonal rest, N elements wide.
+
+    The lumps' directions v_i are taken as random, so that two of them overlap by 1/N: N of them fill the block.
+    """
+    total, n = var.sum(-1), var.shape[-1]
+    lump = xp.minimum(lump, total)
+    rest = total - lump
     even = (var * var).sum(-1) * (rest / xp.where(total > 0, total, 1.0)) ** 2
-    squared = lump2 + even
+    squared = lump2 + (xp.maximum(lump**2 - lump2, 0.0) + 2 * lump * rest) / n + even
     return total**2 / xp.where(squared > 0, squared, 1.0)
 
 
