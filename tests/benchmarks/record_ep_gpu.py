@@ -1,6 +1,7 @@
 """Records expert parallelism on several GPUs: the laws, dispatch and combine alone, and whole layers, beside TE's block.
 
-    python tests/benchmarks/record_ep_gpu.py [--out FOLDER] [--only laws,moves-7168-256,...] [--limit SECONDS] [--tiny]
+    python tests/benchmarks/record_ep_gpu.py [--out FOLDER] [--only laws,moves-7168-256,...] [--limit SECONDS]
+                                             [--names te_ep,...] [--skews zipf,...] [--tiny]
 
 NCCL EP has one group of one size a process, so each part below is a process of its own, ended after --limit seconds.
 Each writes its record after every step, so what was measured before a crash is kept. Leave NVLink multicast off
@@ -30,7 +31,7 @@ SHAPES = {
 """Name -> D, F, E, K. The last is DeepSeek-V3's, whose kernels do not fit: it is exchanged only."""
 TOKENS = 8192
 """A rank."""
-PARTS = ("laws", "moves-4096-8", "layer-4096-8", "moves-2048-128", "layer-2048-128", "layer-7168-32", "moves-7168-256")
+PARTS = ("laws", "layer-2048-128", "layer-7168-32", "layer-4096-8", "moves-7168-256", "moves-2048-128", "moves-4096-8")
 NAMES = ("te_ep", "te_block", "xla_ep")
 GENERAL_LAWS = ("value", "zero-weights", "repeatable", "dirty-memory", "layers-apart", "scan", "checkpoint")
 """Laws that are not about ranks, but whose state expert parallelism could share between calls."""
@@ -42,11 +43,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--only", default=",".join(PARTS))
     parser.add_argument("--limit", type=float, default=150.0)
+    parser.add_argument("--names", default=",".join(NAMES), help="implementations to measure")
+    parser.add_argument("--skews", default="zipf,balanced", help="loads of the whole layers")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--part", default=None, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.part is not None:
-        run_part(chosen.part, chosen.out, chosen.tiny)
+        run_part(chosen.part, chosen.out, chosen)
         return
     out = chosen.out or Path(__file__).parent / "recorded" / f"ep-{RANKS}"
     out.mkdir(parents=True, exist_ok=True)
@@ -54,6 +57,7 @@ def main() -> None:
         if part not in PARTS:
             sys.exit(f"--only has {part!r}; accepted: {', '.join(PARTS)}")
         command = [sys.executable, __file__, "--part", part, "--out", str(out), *(["--tiny"] if chosen.tiny else [])]
+        command += ["--names", chosen.names, "--skews", chosen.skews]
         try:
             code = subprocess.run(command, timeout=chosen.limit, check=False).returncode
             print(f"{part}: {'done' if code == 0 else f'ended with status {code}'}", flush=True)
@@ -61,14 +65,16 @@ def main() -> None:
             print(f"{part}: ended after {chosen.limit:g} s; what it had written is kept", flush=True)
 
 
-def run_part(part: str, out: Path, tiny: bool) -> None:
+def run_part(part: str, out: Path, chosen: argparse.Namespace) -> None:
     """One part: measures, and writes `out`/`part`.json after every step."""
     from dropless.parity import launch, records
 
     launch.start_devices(RANKS)
-    record = records.new_record("bench", command={"part": part, "ranks": RANKS, "tiny": tiny})
+    record = records.new_record(
+        "bench", command={"part": part, "ranks": RANKS, "names": chosen.names, "tiny": chosen.tiny}
+    )
     kind, _, shape = part.partition("-")
-    steps = {"laws": laws, "moves": moves, "layer": layers}[kind](record, SHAPES.get(shape), tiny)
+    steps = {"laws": laws, "moves": moves, "layer": layers}[kind](record, SHAPES.get(shape), chosen)
     for name, step in steps:
         try:
             step()
@@ -79,7 +85,7 @@ def run_part(part: str, out: Path, tiny: bool) -> None:
         print(f"  {part}: {name}", flush=True)
 
 
-def laws(record: Any, shape: None, tiny: bool) -> list[tuple[str, Callable[[], None]]]:
+def laws(record: Any, shape: None, chosen: argparse.Namespace) -> list[tuple[str, Callable[[], None]]]:
     """Every law about ranks and those of shared state, in bfloat16, each implementation against the oracle."""
     from dropless.parity import registry
     from dropless.parity.inputs import make_case
@@ -91,7 +97,7 @@ def laws(record: Any, shape: None, tiny: bool) -> list[tuple[str, Callable[[], N
     from dropless.parity.problem import Problem, Router
     from dropless.parity.suite import Settings, run_law
 
-    wide = {} if tiny else {"D": 256, "F": 128}
+    wide = {} if chosen.tiny else {"D": 256, "F": 128}
     problem = Problem(
         **({"T": 32, "K": 2, "E": 8, "D": 16, "F": 16} | wide),
         dtype="bfloat16",
@@ -118,23 +124,29 @@ def laws(record: Any, shape: None, tiny: bool) -> list[tuple[str, Callable[[], N
         )
 
     steps: list[tuple[str, Callable[[], None]]] = []
-    for name in ("te_ep", "xla_ep"):
+    names = chosen.names.split(",")
+    for name in (n for n in names if n != "te_block"):
         if able := registry.get(name).can_run(problem):
             steps += [(f"{name} {law.name}", lambda name=name, law=law: judge(name, law)) for law in wanted]
         else:
             found.append({"implementation": name, "law": "", "status": "cannot run", "reason": able.reason})
+    if "te_block" not in names:
+        return steps
     if able := registry.get("te_block").can_run(problem):
         return [("te_block live layer", block), *steps]
     found.append({"implementation": "te_block", "law": "", "status": "cannot run", "reason": able.reason})
     return steps
 
 
-def moves(record: Any, shape: tuple[int, int, int, int], tiny: bool) -> list[tuple[str, Callable[[], None]]]:
+def moves(
+    record: Any, shape: tuple[int, int, int, int], chosen: argparse.Namespace
+) -> list[tuple[str, Callable[[], None]]]:
     """Dispatch and combine alone, and prepare where it is a call of its own, at two batch sizes: the larger one first."""
-    sizes = (16, 8) if tiny else (TOKENS, TOKENS // 2)
+    sizes = (16, 8) if chosen.tiny else (TOKENS, TOKENS // 2)
     return [
-        (f"{name} {t} tokens a rank", lambda name=name, t=t: _moves(record, name, shape, t, tiny))
-        for name in ("te_ep", "xla_ep")
+        (f"{name} {t} tokens a rank", lambda name=name, t=t: _moves(record, name, shape, t, chosen.tiny))
+        for name in chosen.names.split(",")
+        if name != "te_block"
         for t in sizes
     ]
 
@@ -214,19 +226,21 @@ def _te_calls(problem: Any, x: Any, routing: Any, state: Any) -> dict[str, tuple
     }
 
 
-def layers(record: Any, shape: tuple[int, int, int, int], tiny: bool) -> list[tuple[str, Callable[[], None]]]:
+def layers(
+    record: Any, shape: tuple[int, int, int, int], chosen: argparse.Namespace
+) -> list[tuple[str, Callable[[], None]]]:
     """The live layer under zipf and balanced loads: y judged at full size before and after, forward and backward timed."""
-    return [(skew, lambda skew=skew: _layers(record, shape, skew, tiny)) for skew in ("zipf", "balanced")]
+    return [(skew, lambda skew=skew: _layers(record, shape, skew, chosen)) for skew in chosen.skews.split(",")]
 
 
-def _layers(record: Any, shape: tuple[int, int, int, int], skew: str, tiny: bool) -> None:
+def _layers(record: Any, shape: tuple[int, int, int, int], skew: str, chosen: argparse.Namespace) -> None:
     import jax
     from dropless.parity import costs, records, registry
     from dropless.parity.inputs import make_case
     from dropless.parity.traffic import traffic
     from ep_measure import communication_share, host, layer_calls, peak_bytes, placed, timed
 
-    problem = _problem(shape, 16 if tiny else TOKENS, tiny)
+    problem = _problem(shape, 16 if chosen.tiny else TOKENS, chosen.tiny)
     drawn = make_case(problem, seed=1, pattern=skew, live=True)
     case = records.new_case(drawn.label, problem, source=drawn.label)
     ids = host(drawn.routing.topk_idx)
@@ -234,7 +248,7 @@ def _layers(record: Any, shape: tuple[int, int, int, int], skew: str, tiny: bool
     record.cases.append(case)
     here = placed(drawn)
     reported: list[Any] = []
-    for name in NAMES:
+    for name in chosen.names.split(","):
         implementation = registry.complete(registry.get(name))
         result = records.ResultRecord(implementation=name, verdict="cannot run")
         case.results.append(result)
