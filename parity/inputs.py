@@ -16,8 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from .choice import choose, tie_pairs, within_groups
 from .draws import NUMPY_DTYPES, normals, stream
-from .margins import MarginInputs, choose, margin_inputs, tie_pairs, within_groups
+from .margins import MarginInputs, margin_inputs
 from .params import make_params
 from .patterns import routing_ids
 from .problem import InvalidInput, Params, Problem, Routing

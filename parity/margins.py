@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Int
 
+from .choice import biased_scores, exact_logits, exact_scores
 from .draws import NUMPY_DTYPES, normals, stream
 from .params import router_biases
 from .problem import InvalidInput, Params, Problem
@@ -73,55 +74,6 @@ def margin_inputs(
     raise InvalidInput(
         f"token {worst} wants experts {ids[worst].tolist()} but its margin reaches {best:.2g} of the logits' error bound; "
         "accepted: a smaller expert_bias, or a set that the router can choose"
-    )
-
-
-def choose(problem: Problem, params: Params, x: Float[Array | np.ndarray, "T D"]) -> Int[np.ndarray, "T K"]:
-    """The experts that an exact router chooses, best first: float64, lower index wins ties, NaN ranks last."""
-    with np.errstate(invalid="ignore", over="ignore"):  # NaN and Inf in x are the caller's to give
-        logits = _logits(problem, np.asarray(x), np.asarray(params.gate_kernel), params.gate_bias)
-        if problem.router.logits_dtype == "activation":
-            logits = logits.astype(NUMPY_DTYPES[problem.dtype]).astype(np.float64)
-        ranked = _biased(problem, logits, params.expert_bias)
-        ranked = np.where(_eligible(problem, ranked), ranked, -np.inf)
-    return np.argsort(-ranked, axis=1, kind="stable")[:, : problem.K].astype(np.int32)
-
-
-def within_groups(problem: Problem, topk_idx: Int[np.ndarray, "T K"], seed: int = 0) -> Int[np.ndarray, "T K"]:
-    """Ids that a group-limited router can choose: each token keeps its experts in the `group_topk` groups it hits most.
-
-    Experts of other groups are replaced by further ones of the kept groups, in proportion to the batch's loads, so
-    that the skew stays. Without groups the ids come back as they are.
-    """
-    r, (T, K) = problem.router, topk_idx.shape
-    if r.groups == 1 or T == 0:
-        return topk_idx
-    size = problem.E // r.groups
-    chosen = np.zeros((T, problem.E), bool)
-    np.put_along_axis(chosen, topk_idx, True, axis=1)
-    hits = chosen.reshape(T, r.groups, size).sum(axis=2)
-    # Of groups that are hit equally often the busier ones stay: the lower index would add a skew of its own.
-    kept = np.argsort(-hits - hits.sum(axis=0) / (hits.sum() + 1), axis=1, kind="stable")[:, : r.group_topk]
-    eligible = np.zeros((T, r.groups), bool)
-    np.put_along_axis(eligible, kept, True, axis=1)
-    eligible = np.repeat(eligible, size, axis=1)
-    # The K largest keys: the token's own experts first, then draws without replacement.
-    keys = np.log(chosen.sum(axis=0) + 1e-3) + stream(seed, "within groups").gumbel(size=chosen.shape)
-    keys = np.where(eligible, np.where(chosen, np.inf, keys), -np.inf)
-    return np.argsort(-keys, axis=1, kind="stable")[:, :K].astype(np.int32)
-
-
-def tie_pairs(params: Params) -> Params:
-    """Parameters in which experts 2j and 2j+1 have the same gate column and router biases, so that they always tie."""
-    first = np.arange(params.wi.shape[0]) // 2 * 2
-
-    def paired(leaf: Array | None) -> Array | None:
-        return None if leaf is None else leaf[..., first]
-
-    return params.replace(
-        gate_kernel=params.gate_kernel[:, first],
-        gate_bias=paired(params.gate_bias),
-        expert_bias=paired(params.expert_bias),
     )
 
 
@@ -205,13 +157,12 @@ def _margins(
     expert_bias: np.ndarray | None,
 ) -> np.ndarray:
     """Per token, (gap) / (sum of both error bounds) at the k-th place and at the last eligible group; the smaller one."""
-    logits = _logits(problem, x, kernel, gate_bias)
-    biased = _biased(problem, logits, expert_bias)
+    logits = exact_logits(x, kernel, gate_bias)
+    biased = biased_scores(problem, logits, expert_bias)
     error = _score_error(problem, logits, _logit_error(problem, x, kernel, logits))
     low, high = biased - error, biased + error
     wanted = np.zeros(logits.shape, bool)
     np.put_along_axis(wanted, ids, True, axis=1)
-    eligible = np.ones_like(wanted)
     ratio = np.full(len(ids), np.inf)
     r = problem.router
     if r.groups > 1:
@@ -229,7 +180,7 @@ def _margins(
         ratio = _ratio(least, rival, _spread(of_groups(high) - of_groups(low)))
         # Experts of other groups may or may not be eligible; they must lose either way.
     gap_low = np.where(wanted, low, np.inf).min(axis=1)
-    gap_high = np.where(wanted | ~eligible, -np.inf, high).max(axis=1, initial=-np.inf)
+    gap_high = np.where(wanted, -np.inf, high).max(axis=1, initial=-np.inf)
     return np.minimum(ratio, _ratio(gap_low, gap_high, _spread(2 * error)))
 
 
@@ -240,11 +191,6 @@ def _ratio(low: np.ndarray, high: np.ndarray, spread: np.ndarray) -> np.ndarray:
 
 def _spread(widths: np.ndarray) -> np.ndarray:
     return np.maximum(widths.max(axis=1), np.finfo(np.float64).tiny)
-
-
-def _logits(problem: Problem, x: np.ndarray, kernel: np.ndarray, gate_bias: Array | np.ndarray | None) -> np.ndarray:
-    logits = x.astype(np.float64) @ kernel.astype(np.float64)
-    return logits if gate_bias is None else logits + np.asarray(gate_bias).astype(np.float64)
 
 
 def _logit_error(problem: Problem, x: np.ndarray, kernel: np.ndarray, logits: np.ndarray) -> np.ndarray:
@@ -265,37 +211,7 @@ def _score_error(problem: Problem, logits: np.ndarray, error: np.ndarray) -> np.
     if r.softmax_order == "after":
         return error + 4 * 2.0**-24 * np.abs(logits)
     if r.score == "softmax":
-        p = _scores(problem, logits)
+        p = exact_scores(problem, logits)
         return p * np.expm1(2 * np.minimum(widest, 8.0)) + 16 * 2.0**-24 * p
     slope = {"sigmoid": 0.25, "sqrtsoftplus": 0.33}[r.score]
-    return slope * error + 16 * 2.0**-24 * np.abs(_scores(problem, logits))
-
-
-def _scores(problem: Problem, logits: np.ndarray) -> np.ndarray:
-    r = problem.router
-    if r.softmax_order == "after":
-        return logits
-    if r.score == "softmax":
-        shifted = np.exp(logits - logits.max(axis=1, keepdims=True, initial=-np.inf))
-        return shifted / shifted.sum(axis=1, keepdims=True)
-    if r.score == "sigmoid":
-        return 0.5 * (1 + np.tanh(logits / 2))
-    return np.sqrt(np.logaddexp(0, logits))
-
-
-def _biased(problem: Problem, logits: np.ndarray, expert_bias: Array | np.ndarray | None) -> np.ndarray:
-    scores = _scores(problem, logits)
-    return scores if expert_bias is None else scores + np.asarray(expert_bias).astype(np.float64)
-
-
-def _eligible(problem: Problem, biased: np.ndarray) -> np.ndarray:
-    r = problem.router
-    if r.groups == 1:
-        return np.ones(biased.shape, bool)
-    size = problem.E // r.groups
-    grouped = np.sort(biased.reshape(-1, r.groups, size), axis=2)
-    group_scores = grouped[:, :, size - r.group_score_topk :].sum(axis=2)
-    kept = np.argsort(-group_scores, axis=1, kind="stable")[:, : r.group_topk]
-    stays = np.zeros(group_scores.shape, bool)
-    np.put_along_axis(stays, kept, True, axis=1)
-    return np.repeat(stays, size, axis=1)
+    return slope * error + 16 * 2.0**-24 * np.abs(exact_scores(problem, logits))

@@ -6,10 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dropless.parity.adapters import check_params
+from dropless.parity.choice import choose, within_groups
 from dropless.parity.covering import tiny_problems
 from dropless.parity.draws import normals
 from dropless.parity.inputs import make_case, make_params, make_weights, make_x, margin_inputs
-from dropless.parity.margins import choose, within_groups
 from dropless.parity.patterns import PATTERNS, routing_ids
 from dropless.parity.problem import DTYPES, SCORES, Clamp, Experts, InvalidInput, Problem, Router, Routing
 

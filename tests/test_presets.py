@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
+from dropless.parity.choice import choose
 from dropless.parity.inputs import make_case
-from dropless.parity.margins import choose
 from dropless.parity.presets import PRESETS
 from dropless.parity.problem import Clamp, Experts, InvalidInput, Problem, Router
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from dropless.parity.margins import choose
+from dropless.parity.choice import choose
 from dropless.parity.workload import Request, build
 
 
