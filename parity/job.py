@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
 import pkgutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -20,9 +23,11 @@ from .law import FEATURES
 from .law_tools import with_routing
 from .laws import laws_named
 from .problem import InvalidInput, Problem
-from .profiles import LARGE, check_words, is_bare, plain_problems, profile
+from .profiles import LARGE, ONCE, check_words, is_bare, plain_problems, profile
 from .spec import CaseSpec, parse_case
 from .suite import Settings, Verdict, run_case, run_law
+
+VIRTUAL_DEVICES = 8
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,6 @@ class Bench:
     """Whether a bare function says its dtypes."""
     shapes: tuple[Problem, ...]
     settings: Settings
-    large: tuple[Problem, ...] = (LARGE,)
     notes: list[str] = field(default_factory=list)
 
     def undecided(self) -> bool:
@@ -107,7 +111,9 @@ class Bench:
             spec = parse_case(self.job.case)
             announce(spec)
             return run_case(law, self.implementation, spec, self.settings.features)
-        return run_law(law, self.implementation, self.shapes, self.settings, announce, large=self.large)
+        many = tuple(LARGE.replace(dtype=p.dtype) for p in self.shapes[:1])
+        large = many if law.large else profile(self.job.profile).once() if law.name in ONCE else ()
+        return run_law(law, self.implementation, self.shapes, self.settings, announce, large=large)
 
 
 def noted(shapes: Sequence[Problem], job: Job) -> list[str]:
@@ -129,6 +135,7 @@ def load(job: Job, implementation: Implementation | None = None) -> Bench:
     imports and is no layer, Unsupported when this machine cannot run it.
     """
     chosen, words = profile(job.profile), check_words(job.wider)
+    _start_devices(job)
     own = implementation or _find(job)
     if not (here := own.available()):
         raise Unsupported(here.reason)
@@ -150,6 +157,19 @@ def load(job: Job, implementation: Implementation | None = None) -> Bench:
     if bare:
         bench.decide(job.handles) if job.handles is not None else bench.notes.extend(noted(shapes, job))
     return bench
+
+
+def _start_devices(job: Job) -> None:
+    """Virtual CPU devices for a registered layer that spreads over ranks, if JAX has not started."""
+    entry = registry.BUILTIN.get(job.target)
+    if (
+        entry is None
+        or not entry.runs_on.startswith(">= 2")
+        or "host_platform_device" in os.environ.get("XLA_FLAGS", "")
+    ):
+        return
+    with contextlib.suppress(RuntimeError):
+        jax.config.update("jax_num_cpu_devices", VIRTUAL_DEVICES)
 
 
 def _find(job: Job) -> Implementation:
