@@ -85,7 +85,7 @@ def print_walk(walk: list[dict[str, Any]]) -> None:
     """Each rung with its text and code, then the table, its last column a waterfall in characters."""
     console = out()
     for i, (rung, row) in enumerate(zip(RUNGS, walk, strict=True), 1):
-        console.print(f"[bold]{i}. {rung.title}[/] [dim]{rung.name} · {rung.pointer()}[/]", highlight=False)
+        console.print(f"[bold]{i}. {rung.title}[/] [dim]{rung.name} · {rung.code_at()}[/]", highlight=False)
         console.print(f"   {rung.changed}", highlight=False)
         if row.get("reason"):
             console.print(f"   [yellow]{escape(row['reason'])}[/]", highlight=False)

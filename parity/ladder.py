@@ -32,13 +32,14 @@ class Rung:
     """`module:attribute` of the lines that make the difference."""
     build: Callable[[], Implementation]
 
-    def pointer(self) -> str:
+    def code_at(self) -> str:
         """`file:line` of the code, relative to the package."""
         module_name, _, attribute = self.code.partition(":")
         module = importlib.import_module(module_name)
         found: Any = module
         for part in attribute.split("."):
             found = getattr(found, part)
+        found = inspect.unwrap(found)
         root = Path(__file__).resolve().parent.parent
         path = Path(inspect.getsourcefile(found) or "").resolve().relative_to(root)
         return f"{path.as_posix()}:{inspect.getsourcelines(found)[1]}"
@@ -97,7 +98,7 @@ RUNGS: tuple[Rung, ...] = (
         "block alignment",
         "Each expert's rows start at a multiple of a block, so a block belongs to one expert and one pass over blocks of "
         "static shape does all experts. Padding falls to less than one block for each busy expert, whatever the skew.",
-        "dropless.optimized.xla.blocked:experts",
+        "dropless.optimized.xla.experts:experts",
         _named("blocked"),
     ),
     Rung(
@@ -121,7 +122,7 @@ RUNGS: tuple[Rung, ...] = (
         "early weighting, saved residuals",
         "A hand-written gradient saves the first GEMM's output only, gathers by the inverse permutation instead of adding "
         "scattered rows, and weights between the GEMMs. Both passes touch less memory for the same products.",
-        "dropless.optimized.te.experts:experts",
+        "dropless.optimized.te.experts:backward",
         _named("te"),
     ),
     Rung(
@@ -129,7 +130,7 @@ RUNGS: tuple[Rung, ...] = (
         "expert parallelism",
         "Experts are spread over GPUs and tokens travel to them and back, once for each rank that they visit. Each GPU holds "
         "fewer experts with more rows each, at the price of two exchanges a pass.",
-        "dropless.optimized.te.te_ep:IMPLEMENTATION",
+        "dropless.optimized.te.te_ep:experts",
         _named("te_ep"),
     ),
 )

@@ -207,10 +207,15 @@ def new_case(label: str, problem: Problem, *, source: str = "") -> CaseRecord:
 
 def write(path: str | os.PathLike[str], record: Record) -> Path:
     """Validates and writes the record atomically; raises InvalidInput when the folder cannot be written."""
+    return write_text(path, dumps(record))
+
+
+def dumps(record: Record) -> str:
+    """The validated record as JSON text with its digest."""
     validate(record)
     body = encode(record)
     body["digest"] = _digest(body)
-    return write_text(path, json.dumps(body, indent=1) + "\n")
+    return json.dumps(body, indent=1) + "\n"
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> Path:

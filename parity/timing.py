@@ -8,6 +8,7 @@ L2 cache is overwritten, outside the timed region.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,9 @@ from .records import TimingRecord
 
 COMPILER_OPTIONS: dict[str, Any] = {}
 """XLA options of every timed executable; empty, so that what is timed is what a user gets."""
+
+OVERTIME = 1.5
+"""Times its budget that a measurement may last."""
 
 FLUSH_BYTES = 256 * 2**20
 """Above the L2 cache of any current GPU."""
@@ -120,7 +124,12 @@ def measure(
     counts = _counts(calls, rounds, budget_s, least, most)
     flush = _flusher()
     total = max(counts, default=0)
+    end = math.inf if rounds is not None else time.perf_counter() + OVERTIME * budget_s
     for i in range(total):
+        if time.perf_counter() > end and all(
+            len(c.wall_s) >= min(n, least) for c, n in zip(calls, counts, strict=True)
+        ):
+            break  # the machine became slower than the warm-up promised
         turn = [(call, n) for call, n in zip(calls, counts, strict=True) if (i + 1) * n // total > i * n // total]
         for call, n in turn if i % 2 == 0 else reversed(turn):
             # The last repetition runs variant 1 whatever the count: the outputs of every call are then judged on one case.
