@@ -6,6 +6,7 @@ tail beyond them and what no product writes is NaN, counts come rounded up, and 
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import sys
 import types
@@ -26,7 +27,14 @@ from dropless.parity.placement import expert_mesh
 from dropless.parity.problem import Experts, InvalidInput, Mesh, Problem, Router
 
 GPUS = Facts(
-    platform="gpu", device="H200", devices=8, capability=9.0, installed=True, te=(2, 20, 2), cublas=(13, 10), nccl=(2, 32, 3)
+    platform="gpu",
+    device="H200",
+    devices=8,
+    capability=9.0,
+    installed=True,
+    te=(2, 20, 2),
+    cublas=(13, 10),
+    nccl=(2, 32, 3),
 )
 PROBLEM = Problem(T=16, K=2, E=8, D=8, F=8, dtype="bfloat16", mesh=expert_mesh(2, data=2))
 
@@ -85,7 +93,9 @@ class StandIn:
         assert capacity == self.started["recv_capacity_per_rank"]
         K = config.top_k
         slots = jnp.broadcast_to(tokens[:, :, None], (*tokens.shape[:2], K, tokens.shape[2]))
-        return self._to_rows(config, handle, slots, capacity), self._to_rows(config, handle, weights[..., None], capacity)[..., 0]
+        return self._to_rows(config, handle, slots, capacity), self._to_rows(
+            config, handle, weights[..., None], capacity
+        )[..., 0]
 
     def ep_combine_fwd(self, config, handle, rows, num_local_tokens, out_partition_spec=None):
         found = self._to_slots(config, handle, rows)
@@ -120,25 +130,38 @@ class StandIn:
             top_k: int
             dispatch_output_per_expert_alignment: int = 0
 
+        @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+        def send(config, capacity, handle, ids, tokens, weights):
+            return self.ep_dispatch_fwd(config, handle, ids, tokens, weights, capacity)
+
+        def send_bwd(config, capacity, handle, grads):
+            return None, None, *self.ep_dispatch_bwd(config, handle, *grads, None)
+
+        send.defvjp(lambda config, capacity, handle, *a: (send(config, capacity, handle, *a), handle), send_bwd)
+
+        @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+        def back(config, handle, rows):
+            return self.ep_combine_fwd(config, handle, rows, None)
+
+        def back_fwd(config, handle, rows):
+            return back(config, handle, rows), (handle, rows)
+
+        def back_bwd(config, saved, grad):
+            return None, self.ep_combine_bwd(config, saved[0], grad, saved[1].shape[1])
+
+        back.defvjp(back_fwd, back_bwd)
+
         def dispatch(config, ids, tokens, weights, capacity):
             padded, total, handle = self.ep_prepare(config, ids)
-
-            @jax.custom_vjp
-            def send(tokens, weights):
-                return self.ep_dispatch_fwd(config, handle, ids, tokens, weights, capacity)
-
-            send.defvjp(lambda *a: (send(*a), None), lambda _, g: self.ep_dispatch_bwd(config, handle, *g, None))
-            return *send(tokens, weights), handle, padded, total
+            return *send(config, capacity, handle, ids, tokens, weights), handle, padded, total
 
         def combine(config, handle, padded, rows, tokens, spec):
-            @jax.custom_vjp
-            def back(rows):
-                return self.ep_combine_fwd(config, handle, rows, tokens, spec)
+            return back(config, handle, rows)
 
-            back.defvjp(lambda r: (back(r), None), lambda _, g: (self.ep_combine_bwd(config, handle, g, rows.shape[1]),))
-            return back(rows)
-
-        tex = {n: getattr(self, n) for n in ("ep_prepare", "ep_dispatch_fwd", "ep_combine_fwd", "ep_combine_bwd", "ep_dispatch_bwd")}
+        tex = {
+            n: getattr(self, n)
+            for n in ("ep_prepare", "ep_dispatch_fwd", "ep_combine_fwd", "ep_combine_bwd", "ep_dispatch_bwd")
+        }
         ep = {"ep_dispatch": dispatch, "ep_combine": combine, "EpLayerConfig": EpLayerConfig}
         ep |= {"ep_bootstrap": self.ep_bootstrap, "ep_finalize": self.ep_finalize}
         resource = types.SimpleNamespace
@@ -205,7 +228,9 @@ def test_te_ep_agrees_with_the_oracle(te, placement):
 
 
 @pytest.mark.world_size(4)
-@pytest.mark.parametrize("law", [one for one in LAWS if one.name in ("ep-rows", "ep-round-trip", "ep-demand")], ids=lambda one: one.name)
+@pytest.mark.parametrize(
+    "law", [one for one in LAWS if one.name in ("ep-rows", "ep-round-trip", "ep-demand")], ids=lambda one: one.name
+)
 def test_te_exchange_obeys_the_laws(te, law):
     stages = {"ep_dispatch": exchange.ep_dispatch, "ep_combine": exchange.ep_combine}
     # The stand-in's group would be too small for a law's own T.
@@ -217,7 +242,9 @@ def test_te_exchange_obeys_the_laws(te, law):
 def test_a_process_has_one_group(te):
     assert group.start(PROBLEM) == group.start(PROBLEM.replace(T=8)) and te.starts == 1
     for other in ({"K": 1}, {"D": 16}, {"E": 16}, {"T": 32}, {"mesh": expert_mesh(2)}):
-        with pytest.raises(InvalidInput, match="this process started NCCL EP for data 2 x expert 2, 8 experts, top-k 2"):
+        with pytest.raises(
+            InvalidInput, match="this process started NCCL EP for data 2 x expert 2, 8 experts, top-k 2"
+        ):
             group.start(PROBLEM.replace(**other))
         assert "another process" in te_ep.supports(PROBLEM.replace(**other)).reason
     group.finish()
