@@ -57,14 +57,14 @@ def token_of_row(row_of_slot: Int[Array, "T K"], rows: int) -> Int[Array, " P"]:
 
 def gather(x: Float[Array, "T D"], token: Int[Array, " P"]) -> Float[Array, "P D"]:
     """rows[i] = x[token[i]], and 0 where token is T."""
-    return _with_zero_row(x)[token].astype(x.dtype)
+    return _read(x, token).astype(x.dtype)
 
 
 def combine(
     rows: Float[Array, "P D"], row_of_slot: Int[Array, "T K"], weights: Float[Array, "T K"] | None
 ) -> Float[Array, "T D"]:
     """y_t = sum_k w_tk * rows[row_of_slot[t, k]], without weights the plain sum; -1 adds exactly 0."""
-    slots = _with_zero_row(rows)[_or_past(row_of_slot, rows.shape[0])]
+    slots = _read(rows, _or_past(row_of_slot, rows.shape[0]))
     if weights is not None:
         slots = slots * jnp.where(row_of_slot < 0, 0.0, weights)[:, :, None]
     return slots.sum(axis=1).astype(rows.dtype)
@@ -81,10 +81,12 @@ def round_up(sizes: Int[Array, " E"], align: int) -> Int[Array, " E"]:
 
 
 def _or_past(index: Array, size: int) -> Array:
-    # jnp reads -1 as the last element; one past the end is the extra zero row, or dropped.
+    # jnp reads -1 as the last element; one past the end reads as 0, and is dropped when written.
     return jnp.where(index < 0, size, index)
 
 
-def _with_zero_row(x: Array) -> Array:
-    # float32, so that the transpose of a gather (a sum over a token's rows) accumulates in float32.
-    return jnp.concatenate([x.astype(jnp.float32), jnp.zeros((1, x.shape[1]), jnp.float32)])
+def _read(x: Array, index: Array) -> Array:
+    # float32, so that the transpose (a sum over what was read) accumulates in float32.
+    if x.shape[0] == 0:  # no gather reads from nothing, not even to fill
+        return jnp.zeros((*index.shape, x.shape[1]), jnp.float32)
+    return x.astype(jnp.float32).at[index].get(mode="fill", fill_value=0)
