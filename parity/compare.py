@@ -95,7 +95,9 @@ def merge(findings: Iterable[Finding]) -> Finding:
     order = {check: i for i, check in enumerate(CHECKS)}
     worst = min(each, key=lambda f: (f.ok, order[f.check], -(f.measured or 0.0)))
     bins = [f.histogram for f in each if f.histogram]
-    return worst.replace(kinks=sum(f.kinks for f in each), histogram=tuple(map(sum, zip(*bins, strict=True))))
+    return worst.replace(
+        kinks=sum(f.kinks for f in each), histogram=tuple(sum(column) for column in zip(*bins, strict=True))
+    )
 
 
 def same_bits(tensor: str, got: Any, want: Any) -> Finding:
@@ -117,10 +119,8 @@ def same_bits(tensor: str, got: Any, want: Any) -> Finding:
     at = _unravel(differs.argmax(), got)
     index = at if shape else ()
     message = f"{tensor}{_where(index)} is {got[at]!s}, not {want[at]!s}; {count} of {want.size} elements differ"
-    finding = Finding(
-        tensor=tensor, check="values", ok=False, index=index, message=message, **_names(tensor, index, None)
-    )
-    return finding.replace(got=float(got[at]), want=float(want[at]))
+    finding = Finding(tensor=tensor, check="values", ok=False, index=index, message=message)
+    return finding.replace(got=float(got[at]), want=float(want[at]), **_names(tensor, index, None))
 
 
 def _kind(tensor: str, got: Any, shape: tuple[int, ...], dtype: Any) -> Finding | None:

@@ -29,8 +29,6 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from .problem import Problem
 
 STAGES = (
@@ -74,16 +72,17 @@ class Unsupported(Exception):
 class Judged(NamedTuple):
     """One tensor as the oracle sees it: its exact value, and the rounding error that an honest layer can show there.
 
+    Arrays are float64, NumPy's or, from the device oracle, JAX's.
     `gauge` is a root sum of squares of (unit roundoff x sensitivity), elementwise and float64, 0 where the value must
     be exact. `kinks` counts elements whose gauge had to include a jump at a clamp or kink. `dof` [B] splits the
     tensor into B blocks along its first axis (tokens, experts, or one whole) and says how many independent errors each
     has, for the row bar; None where there is none.
     """
 
-    value: np.ndarray
-    gauge: np.ndarray
+    value: Any
+    gauge: Any
     kinks: int = 0
-    dof: np.ndarray | None = None
+    dof: Any = None
 
 
 def always(problem: Problem) -> Support:

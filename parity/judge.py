@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import importlib
 from collections import OrderedDict
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from . import running
-from .compare import Finding, judge, same_bits
+from .compare import Finding, judge, merge, same_bits
 from .inputs import Case
 from .interface import Implementation, Judged, Unsupported
 from .problem import Output, Problem, Routing
@@ -23,6 +24,9 @@ FLOAT32 = ("topk_weights", "expert_bias", "weights", "balance", "sequence", "z")
 """Tensors that are float32 whatever the storage dtype; a gradient has the dtype of what it is of."""
 
 LOSSES = ("balance", "sequence", "z")
+
+LARGE = 50_000_000
+"""Kernel elements above which the oracle's tensors are judged expert by expert and never kept whole."""
 
 _LAYER_VIEWS: OrderedDict[tuple[Any, ...], tuple[Case, dict[str, Judged]]] = OrderedDict()
 _KEPT_VIEWS = 8
@@ -90,17 +94,41 @@ def output_findings(
     if output.group_sizes is not None:
         sizes = np.bincount(ids[ids >= 0], minlength=problem.E).astype(np.int32)
         findings.append(same_bits("group_sizes", output.group_sizes, sizes))
-    want = _layer_view(oracle, case, ids, bool(grads), losses)
     got = {"y": output.y, **grads}
     if output.routing is not None:
         got["weights"] = output.routing.topk_weights
     if output.losses is not None:
         got |= {name: getattr(output.losses, name) for name in LOSSES}
+    if oracle == "oracle_device" and is_large(problem):
+        pieces = _oracle(oracle).stream_layer(*_replay(case, ids, bool(grads)), **_marks(case, losses))
+        return findings + judge_pieces(problem, got, pieces)
+    want = _layer_view(oracle, case, ids, bool(grads), losses)
     return findings + [
         judge(name, got[name], j, dtype=dtype_of(problem, name), empty_ok=empty)
         for name, j in want.items()
         if name in got
     ]
+
+
+def judge_pieces(
+    problem: Problem, got: Mapping[str, Any], pieces: Iterable[tuple[str, int | None, Judged]]
+) -> list[Finding]:
+    """Judges what `oracle_device` streams, where it lies; an expert's pieces become one finding, their worst."""
+    found: dict[str, list[Finding]] = {}
+    for name, expert, judged in pieces:
+        if name not in got:
+            continue
+        mine = got[name] if expert is None else got[name][expert]
+        finding = judge(name, mine, judged, dtype=dtype_of(problem, name), empty_ok=problem.T == 0)
+        if expert is not None:
+            finding = finding.replace(expert=expert, index=None if finding.index is None else (expert, *finding.index))
+        found.setdefault(name, []).append(finding)
+    return [merge(each) for each in found.values()]
+
+
+def is_large(problem: Problem) -> bool:
+    """Whether value and gauge of all kernels, 16 bytes an element, are too much to be kept whole."""
+    return problem.E * problem.D * (problem.wi_columns + problem.F) > LARGE
 
 
 def route_findings(case: Case, routing: Routing, *, oracle: str = "oracle", weights: bool = True) -> list[Finding]:
@@ -139,20 +167,19 @@ def _layer_view(
     """The oracle's replay, kept for the last few: implementations that choose alike share one answer."""
     key = (oracle, id(case), ids.tobytes(), grad, losses)
     if key not in _LAYER_VIEWS:
-        view = _oracle(oracle).judge_layer(
-            case.problem,
-            case.params,
-            case.x,
-            ids,
-            case.cotangent if grad else None,
-            mask=case.mask,
-            segment_ids=case.segment_ids,
-            loss_cotangents=losses,
-        )
+        view = _oracle(oracle).judge_layer(*_replay(case, ids, grad), **_marks(case, losses))
         _LAYER_VIEWS[key] = (case, view)  # the case is kept alive, or its id could be given to another
         while len(_LAYER_VIEWS) > _KEPT_VIEWS:
             _LAYER_VIEWS.popitem(last=False)
     return _LAYER_VIEWS[key][1]
+
+
+def _replay(case: Case, ids: np.ndarray, grad: bool) -> tuple[Any, ...]:
+    return case.problem, case.params, case.x, ids, case.cotangent if grad else None
+
+
+def _marks(case: Case, losses: tuple[float, float, float]) -> dict[str, Any]:
+    return {"mask": case.mask, "segment_ids": case.segment_ids, "loss_cotangents": losses}
 
 
 def _failed(error: Exception, tensor: str) -> Finding:
