@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -83,8 +84,11 @@ def padded_rows(problem: Problem, implementation: str, group_sizes: np.ndarray, 
     the others round each busy expert up to `align`.
     """
     rows = int(group_sizes.sum())
-    if implementation in ("loop_and_pad",):
+    if implementation == "loop_and_pad":
         return problem.T * problem.E
+    if implementation == "capacity":
+        share = (problem.capacity_factor or 1.0) * problem.routed_rows / problem.E
+        return min(problem.T, math.ceil(share)) * problem.E
     if implementation == "ragged_dot":
         return rows * problem.E
     return int((-(-group_sizes // align) * align).sum())

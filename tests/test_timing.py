@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from dropless.parity import InvalidInput, Problem, costs
 from dropless.parity.timing import measure, prepare
+from dropless.reference.capacity import rows_per_expert
 
 
 def variants(n=3):
@@ -93,6 +94,7 @@ def test_padding_of_each_way_to_compute():
     sizes = np.array([8, 5, 3, 0])
     assert costs.padded_rows(problem, "loop_and_pad", sizes) == 32
     assert costs.padded_rows(problem, "ragged_dot", sizes) == 64
+    assert costs.padded_rows(problem, "capacity", sizes) == problem.E * rows_per_expert(problem)
     assert costs.padded_rows(problem, "blocked", sizes, align=4) == 20
     assert costs.imbalance(sizes) == 2.0
     assert costs.imbalance(np.zeros(4, int)) == 0.0
