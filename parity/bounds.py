@@ -5,11 +5,13 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from .costs import flops
 from .inputs import Case, normals
 from .interface import Implementation
 from .problem import Problem
 from .timing import Call, prepare
+
+COPY_BYTES = 128 * 2**20
+"""Of the array that `memory_copy` reads."""
 
 DENSE_ROWS = 16384
 """Rows of the dense GEMM are capped: its rate no longer changes, and its operands stay small."""
@@ -33,6 +35,12 @@ def dense_flops(problem: Problem, call: Call) -> float:
     return 2.0 * x.shape[0] * w.shape[0] * w.shape[1]
 
 
+def memory_copy(variants: int = 3) -> Call:
+    """Reads an array far above any cache and writes one of its size: what memory gives."""
+    inputs = [(jnp.full(COPY_BYTES // 4, float(v), jnp.float32),) for v in range(variants)]
+    return prepare("memory copy", lambda x: x + 1.0, inputs)
+
+
 def grouped_gemms(implementation: Implementation, cases: list[Case]) -> Call:
     """The implementation's own two grouped GEMMs on sorted rows, with nothing before, between or after them."""
     problem = cases[0].problem
@@ -48,11 +56,6 @@ def grouped_gemms(implementation: Implementation, cases: list[Case]) -> Call:
         rows, group_sizes, _ = jax.jit(lambda x, r: permute(problem, x, r))(case.x, case.routing)
         inputs.append((rows, group_sizes, case.params.wi, case.params.wo))
     return prepare("grouped GEMMs alone", run, inputs)
-
-
-def grouped_flops(problem: Problem, rows: int) -> float:
-    """FLOPs of both grouped GEMMs, forward."""
-    return flops(problem, rows)
 
 
 def matmul(problem: Problem, x: jax.Array, w: jax.Array) -> jax.Array:

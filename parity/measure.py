@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import jax
 import numpy as np
 
-from .bounds import dense_flops, dense_gemm, grouped_gemms
+from .bounds import COPY_BYTES, dense_flops, dense_gemm, grouped_gemms, memory_copy
 from .costs import cost, flops, padded_rows
 from .findings import to_record
 from .inputs import Case
@@ -213,8 +213,11 @@ def _time(subjects: Sequence[_Subject], cases: Sequence[Case], record: CaseRecor
 
 
 def _time_bounds(subjects: Sequence[_Subject], cases: Sequence[Case], record: CaseRecord, options: Options) -> None:
-    """Each implementation's two grouped GEMMs alone."""
+    """Memory's rate, and each implementation's two grouped GEMMs alone."""
     problem = cases[0].problem
+    copy = memory_copy()
+    measure([copy], rounds=5)
+    record.bounds.append(copy.record(bytes_moved=2.0 * COPY_BYTES))
     calls = {}
     for s in subjects:
         if "grouped_gemm" in s.result.own_stages:

@@ -175,7 +175,7 @@ def _figure(height: float) -> tuple[Any, Any]:
 
 def _legend(axes: Any, entries: int) -> None:
     if entries > 1:
-        axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(0, -0.16), ncols=min(entries, 4))
+        axes.figure.legend(fontsize=8, frameon=False, loc="outside lower left", ncols=min(entries, 3))
 
 
 def _svg(figure: Any) -> str:

@@ -17,10 +17,10 @@ h1, h2, p, li { overflow-wrap: anywhere; }
 table { border-collapse: collapse; font-size: 0.85rem; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; padding: 0.25rem 0.6rem; border-bottom: 1px solid #ddd; white-space: nowrap; }
 thead th { border-bottom: 2px solid #888; }
-td.number { text-align: right; } td.bad { font-weight: bold; color: #a00; }
+td.number, th.number { text-align: right; } td.bad { font-weight: bold; color: #a00; }
 figure { margin: 1rem 0; } figure svg { width: 100%; height: auto; max-width: 45rem; }
 code { background: #f2f2f2; padding: 0 0.2em; }
-nav ul { columns: 18rem; padding-left: 1.2rem; }
+nav ul { columns: 18rem; column-gap: 2.5rem; padding-left: 1.2rem; }
 @media (max-width: 30rem) { body { padding: 0.5rem; } th, td { padding: 0.2rem 0.35rem; } figure { overflow-x: auto; } figure svg { min-width: 34rem; } }
 @media print {
   body { max-width: none; font-size: 10pt; } nav { display: none; } .scroll { overflow: visible; }
@@ -72,14 +72,18 @@ def page(sections: Sequence[Section], title: str = "dropless report") -> str:
 
 
 def _html_table(s: Section) -> str:
-    head = "".join(f'<th scope="col">{_inline(h)}</th>' for h in s.headers)
-    body = "".join("<tr>" + "".join(_html_cell(c) for c in row) + "</tr>" for row in s.rows)
+    # A column with a number in it is one of numbers: its words ("exact", "-") stand where the numbers do.
+    right = {i for row in s.rows for i, c in enumerate(row) if i and re.match(r"[<>]?\d", c)}
+    head = "".join(
+        f'<th scope="col"{" class=number" if i in right else ""}>{_inline(h)}</th>' for i, h in enumerate(s.headers)
+    )
+    body = "".join("<tr>" + "".join(_html_cell(c, i in right) for i, c in enumerate(row)) + "</tr>" for row in s.rows)
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-def _html_cell(text: str) -> str:
-    kind = "bad" if text.startswith("FAILS") or text == "disagree" else "number" if re.match(r"[<>]?\d", text) else ""
-    return f'<td class="{kind}">{_inline(text)}</td>' if kind else f"<td>{_inline(text)}</td>"
+def _html_cell(text: str, right: bool) -> str:
+    kinds = [k for k, holds in (("number", right), ("bad", text.startswith("FAILS") or text == "disagree")) if holds]
+    return f'<td class="{" ".join(kinds)}">{_inline(text)}</td>' if kinds else f"<td>{_inline(text)}</td>"
 
 
 def _inline(text: str) -> str:
