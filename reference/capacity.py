@@ -32,8 +32,8 @@ class Dropped(NamedTuple):
 def experts(problem: Problem, params: Params, x: Float[Array, "T D"], routing: Routing) -> Float[Array, "T D"]:
     """Runs the routed experts on what fits: the sum of the dropless layer, without the dropped terms.
 
-    Equal, term for term, to a dropless layer at `keep(problem, routing)`; nothing is renormalised. The roundings are the
-    baseline's.
+    Equal, term for term, to a dropless layer at `keep(problem, routing)`; nothing is renormalised. The roundings are
+    the baseline's.
     """
     early = problem.experts.weight_placement == "early"
     row_of_slot = _place(problem, routing)

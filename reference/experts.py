@@ -14,7 +14,7 @@ from .permute import permute, unpermute
 
 
 def experts(problem: Problem, params: Params, x: Float[Array, "T D"], routing: Routing) -> Float[Array, "T D"]:
-    """Runs the routed experts at a fixed routing: y_t = sum_k w_tk * (act(x_t @ wi_e + b_e) @ wo_e + c_e), e = idx_tk.
+    """Runs the routed experts: y_t = sum_k w_tk * (act(x_t @ wi_e + b_e) @ wo_e + c_e), e = idx_tk.
 
     With early placement w_tk multiplies h before wo, and c_e, which h does not carry. Products, biased outputs and h are
     rounded to the storage dtype; the activation, the weighting and the sum over k are float32.
@@ -25,7 +25,8 @@ def experts(problem: Problem, params: Params, x: Float[Array, "T D"], routing: R
 def experts_of(*, permute: Callable, grouped_gemm: Callable, unpermute: Callable) -> Callable:
     """Builds an `experts` stage from three others.
 
-    What they leave in rows without a token is selected away before it meets an activation or a sum, forward and backward.
+    What they leave in rows without a token is selected away before it meets an activation or a sum, forward and
+    backward.
     """
 
     def experts(problem: Problem, params: Params, x: Float[Array, "T D"], routing: Routing) -> Float[Array, "T D"]:

@@ -24,10 +24,11 @@ def layer(
     mask: Bool[Array, " T"] | None = None,
     segment_ids: Int[Array, " T"] | None = None,
 ) -> Output:
-    """Routes tokens, runs their experts and adds the shared one: y_t = sum_k w_tk * FFN_idx_tk(x_t) + FFN_shared(x_t).
+    """Routes tokens, runs their experts, adds the shared one: y_t = sum_k w_tk * FFN_idx_tk(x_t) + FFN_shared(x_t).
 
-    Reports the routing, its counts and the auxiliary losses (float32, over all real tokens). A masked token may hold anything, NaN
-    included: it is routed nowhere, counts in no loss and no group size, and its row of y is exactly 0, as is its gradient.
+    Reports the routing, its counts and the auxiliary losses (float32, over all real tokens). A masked token may hold
+    anything, NaN included: it is routed nowhere, counts in no loss and no group size, and its row of y is exactly 0,
+    as is its gradient.
     """
     return layer_of(route=router.route, experts=experts)(problem, params, x, mask=mask, segment_ids=segment_ids)
 
@@ -59,7 +60,7 @@ def layer_of(*, route: Callable, experts: Callable) -> Callable:
 
 
 def shared_expert(problem: Problem, params: Params, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
-    """Runs the expert that every token visits with weight 1: act(x @ shared_wi) @ shared_wo, rounded like the routed ones."""
+    """Runs the expert that every token visits with weight 1: act(x @ shared_wi) @ shared_wo, rounded like the others."""
     h = activate(problem.experts, product(problem, x, params.need("shared_wi")))
     return product(problem, h.astype(x.dtype), params.need("shared_wo"))
 

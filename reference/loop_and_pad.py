@@ -2,8 +2,8 @@
 
 An expert may receive all T tokens, hence T rows for each of the E experts, of which T*K hold tokens: E/K times the
 useful work, whatever the routing. Rows lie sorted by expert, so an expert's T rows are one slice: its own rows first,
-then whatever follows. Written slices run over into the rows of later experts, which overwrite them. Gradients have their own rule,
-which keeps the T*K real pre-activations, not E*T padded ones, and runs no product twice.
+then whatever follows. Written slices run over into the rows of later experts, which overwrite them. Gradients have
+their own rule, which keeps the T*K real pre-activations, not E*T padded ones, and runs no product twice.
 """
 
 from __future__ import annotations
@@ -77,6 +77,11 @@ def _forward(problem: Problem, leaves: dict, x: Array, topk_weights: Array, topk
 
 
 def _backward(problem: Problem, saved: tuple, dy: Array) -> tuple[dict, Array, Array, None]:
+    """The chain rule, one expert at a time; c is wo_bias, d an expert's rows of dy, w their weights.
+
+    d_h = d @ wo.T, d_w = <h, d_h> + <d, c>, d_pre = act'(pre) * w * d_h, d_x = d_pre @ wi.T;
+    d_wi = x.T @ d_pre, d_wo = h.T @ (w * d), and the biases' are the column sums of d_pre and w * d.
+    """
     early = problem.experts.weight_placement == "early"
     leaves, rows, weight, pre, token, first, group_sizes, row_of_slot = saved
     d_out = gather(dy, token)
@@ -86,6 +91,7 @@ def _backward(problem: Problem, saved: tuple, dy: Array) -> tuple[dict, Array, A
         own = (jnp.arange(problem.T, dtype=jnp.int32) < size)[:, None]
 
         def mine(a: Array) -> Array:
+            # Selected wherever a sum over rows follows: the slice's other rows are other experts', NaN perhaps.
             return jnp.where(own, a, 0)
 
         x_e, d_e = mine(_slice(problem, rows, at)), mine(_slice(problem, d_out, at))
@@ -98,6 +104,7 @@ def _backward(problem: Problem, saved: tuple, dy: Array) -> tuple[dict, Array, A
             d_w = d_w + matmul(problem, d_e, leaf["wo_bias"][:, None])[:, 0]
         d_pre = mine(activate_vjp(mine(d_h * w))[0])
         wd = d_e.astype(jnp.float32) * w
+        # Early placement's operand of wo was the weighted h; the same product, rounded as forward was.
         lhs, rhs = ((h * w).astype(dy.dtype), d_e) if early else (h.astype(dy.dtype), wd.astype(dy.dtype))
         d_leaf = {"wi": matmul(problem, x_e.T, d_pre), "wo": matmul(problem, lhs.T, rhs)}
         if "wi_bias" in leaf:

@@ -1,7 +1,7 @@
 """What naive code does: read the routing on the host, then one dense product per busy expert over its own rows.
 
-No row is padded and no expert idles, but the shapes follow the data: the host waits for the device at every call, and each new
-count is a new program to compile. Nothing of it can be traced by `jit`.
+No row is padded and no expert idles, but the shapes follow the data: the host waits for the device at every call, and
+each new count is a new program to compile. Nothing of it can be traced by `jit`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from .routing import route
 def experts(problem: Problem, params: Params, x: Float[Array, "T D"], routing: Routing) -> Float[Array, "T D"]:
     """Runs the routed experts one by one: y_t = sum over e of w_te * (act(x_t @ wi_e + b_e) @ wo_e + c_e).
 
-    Eager only: the routing must be concrete, also under `jax.vjp`. Each product, its bias added, is rounded to the storage
-    dtype, and so is h; y sums in float32, in expert order, and is rounded once.
+    Eager only: the routing must be concrete, also under `jax.vjp`. Each product, its bias added, is rounded to the
+    storage dtype, and so is h; y sums in float32, in expert order, and is rounded once.
     """
     topk_idx = np.asarray(routing.topk_idx)  # the host copy
     early = problem.experts.weight_placement == "early"

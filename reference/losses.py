@@ -22,11 +22,11 @@ def losses(
 
     With c_e the real tokens' counts, P_te the probabilities and n the number of real tokens:
     balance = E / (K n^2) * sum_e c_e * sum_t P_te, 1 at perfect balance, tending to E/K at collapse onto K experts;
-    sequence = the same inside each segment that has a real token, averaged over those segments (no ids: one segment);
+    sequence = the same inside each segment with a real token, averaged over those segments (no ids: one segment);
     z = mean_t logsumexp(logits_t)^2.
 
-    P is over all E experts, never over the chosen ones: a never-chosen expert's logit has a gradient too. Counts have no
-    gradient. No real token gives 0. Accumulates in float32.
+    P is over all E experts, never over the chosen ones: a never-chosen expert's logit has a gradient too. Counts have
+    no gradient. No real token gives 0. Accumulates in float32.
     """
     real = jnp.ones(problem.T, bool) if mask is None else mask
     logits = jnp.where(real[:, None], logits, 0.0)

@@ -101,7 +101,7 @@ def test_each_segment_is_judged_alone_and_absent_ones_do_not_count():
 
 
 def test_probabilities_are_over_all_experts_not_the_chosen():
-    """A never-chosen expert's logit has a slope: with counts c = (8, 0, 0, 0), E * P_t0 / T has d/dz_3 = -E P_0 P_3 / T."""
+    """A never-chosen expert's logit has a slope: at counts (8, 0, 0, 0), E * P_t0 / T has d/dz_3 = -E P_0 P_3 / T."""
     logits = np.array([[np.log(2), 0, 0, 0]] * 8)  # P = (2, 1, 1, 1) / 5
     grad = slope("balance", [[0]] * 8, logits)
     want = np.full((8, E), -E * 2 / 25 / 8)
