@@ -146,7 +146,9 @@ def inputs_untouched(implementation: Implementation, case: Case) -> list[Finding
     leaves = {**case.params.named(), "x": case.x, "topk_idx": case.routing.topk_idx}
     leaves["topk_weights"] = case.routing.topk_weights
     before = {name: np.array(leaf, copy=True) for name, leaf in leaves.items()}
-    own = jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), (case.params, case.x, case.routing))
+    # A NumPy layer is given arrays that it can write into.
+    kind = np.array if "numpy" in implementation.traits else jnp.array
+    own = jax.tree.map(lambda leaf: kind(leaf, copy=True), (case.params, case.x, case.routing))
     y = implementation.stage("experts")(case.problem, *own)
     if isinstance(y, jax.Array):
         y.block_until_ready()

@@ -70,7 +70,7 @@ def test_a_wrong_layer_fails_its_law_and_the_printed_line_shows_it_again(theirs,
     assert line[:4] == ["dropless", "check", f"their_layers:{attribute}", "--only"]
     again = judge(attribute, line[4], case=line[6], wider=options.get("wider", ()))
     assert again.verdicts[0].status == "disagree"
-    assert again.verdicts[0].finding == verdict.finding
+    assert repr(again.verdicts[0].finding) == repr(verdict.finding)  # repr, since NaN is not equal to itself
 
 
 def test_the_command_line_judges_a_layer_apart_and_its_line_reproduces_the_failure(theirs):
@@ -90,8 +90,8 @@ def test_a_failure_shrinks_to_the_tokens_that_matter(theirs):
     report = judge("mispaired", "exact-experts", dtypes=["float32"], shrink=True)
     text = "\n".join(describe(report.job, report.verdicts[0]))
     wrong = [row for row in _routing(report.verdicts[0]) if row[0] > row[1] >= 0]
-    assert len(wrong) == 1, text  # one token out of order shows a mixed-up pair
-    assert all(row == [-1, -1] for row in _routing(report.verdicts[0]) if row not in wrong), text
+    assert len(wrong) == 1 and max(wrong[0]) <= 2, text  # one token out of order shows a mixed-up pair
+    assert all(row == [0, 1] for row in _routing(report.verdicts[0]) if row not in wrong), text
 
 
 def test_a_right_layer_that_reports_no_routes_agrees(theirs):
@@ -199,7 +199,7 @@ def test_junit_counts_failures_and_skips():
 
 def test_the_pytest_plugin_adds_one_test_a_law_and_nothing_unasked(theirs):
     (theirs / "test_own.py").write_text("def test_own():\n    pass\n")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *_plugin()]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark", *_plugin()]
     own = subprocess.run(command, capture_output=True, text=True, cwd=theirs)
     assert "1 passed" in own.stdout and own.returncode == 0, own.stdout
     asked = [*command, "--dropless-target", "their_layers:mispaired", "--dropless-dtypes", "float32"]
