@@ -13,7 +13,7 @@ from ...parity.problem import Losses, Output, Params, Problem, Routing
 from . import rows as move
 from .experts import backward, forward
 from .hidden import hidden
-from .routing import SCORES, gate_gradients, logits, select_and_place, weights_at
+from .routing import SCORES, gate_gradients, gate_logits, select_and_place, weights_at
 
 
 def layer(
@@ -37,7 +37,7 @@ def layer(
         found: Any = _routed(problem, given, kernels, x, mask)
         y, z, weights, topk_idx, sizes = found
     else:
-        y, z = x, logits(problem, x, params.gate_kernel, params.gate_bias)
+        y, z = x, gate_logits(problem, x, params.gate_kernel, params.gate_bias)
         topk_idx, sizes = jnp.zeros((0, problem.K), jnp.int32), jnp.zeros(problem.E, jnp.int32)
         weights = jnp.zeros((0, problem.K), jnp.float32)
     if problem.experts.shared_F:
@@ -56,7 +56,7 @@ def _routed(problem: Problem, given: tuple, kernels: tuple, x: Array, mask: Arra
 
 def _forward(problem: Problem, given: tuple, kernels: tuple, x: Array, mask: Array | None) -> tuple[tuple, tuple]:
     gate_kernel, gate_bias, expert_bias = given
-    z = logits(problem, x, gate_kernel, gate_bias)
+    z = gate_logits(problem, x, gate_kernel, gate_bias)
     topk_idx, found = select_and_place(problem, expert_bias, z)
     weights = weights_at(problem, z, topk_idx)
     if mask is not None:

@@ -34,10 +34,10 @@ def route(problem: Problem, params: Params, x: Float[Array, "T D"]) -> Routing:
     ids in range; its weights are NaN. All in float32; expert_bias has gradient 0. Raises Unsupported for groups that TE
     does not rank as the contract does.
     """
-    return choose(problem, params, logits(problem, x, params.gate_kernel, params.gate_bias))
+    return choose(problem, params, gate_logits(problem, x, params.gate_kernel, params.gate_bias))
 
 
-def logits(
+def gate_logits(
     problem: Problem, x: Float[Array, "T D"], gate_kernel: Float[Array, "D E"], gate_bias: Float[Array, " E"] | None
 ) -> Float[Array, "T E"]:
     """x @ gate_kernel + gate_bias in float32, on tensor cores: products of two bfloat16 numbers are exact in float32.
