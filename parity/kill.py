@@ -17,6 +17,7 @@ from .interface import Implementation
 from .law import Law
 from .laws import LAWS, laws_named
 from .mutant import Mutant, reference
+from .placement import expert_mesh
 from .problem import Problem
 from .suite import Settings, run_law
 
@@ -37,6 +38,8 @@ RICH = Problem(T=16, K=3, E=16, D=33, F=33).replace(
     experts_wi_bias=True,
     experts_wo_bias=True,
 )
+SPREAD = Problem(T=16, K=2, E=8, D=8, F=8, mesh=expert_mesh(2, data=2))
+"""For laws about ranks: mutants of them are of the global view, which needs one device whatever the mesh."""
 TOP_1 = Problem(T=16, K=1, E=4, D=33, F=33)
 WIDE = Problem(T=32, K=8, E=16, D=96, F=96, dtype="bfloat16")
 """Wide enough for the row bar, and bfloat16, where a small fault can hide behind rounding."""
@@ -111,6 +114,8 @@ def shapes_for(law: Law, mutant: Mutant | None = None) -> tuple[Problem, ...]:
     """The one shape on which a law judges mutants: the first that has what it needs."""
     if mutant is not None and mutant.fault == "M" and law.name == mutant.law:
         return (MANY,) if law.name == "exact-experts" else (WIDE,)
+    if "ranks" in law.needs:
+        return (SPREAD,)
     honest = reference("loop_and_pad").IMPLEMENTATION
     return next(((p,) for p in (PLAIN, RICH, TOP_1) if not law.unmet(honest, p)), (PLAIN,))
 

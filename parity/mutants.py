@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from . import mutants_chain, mutants_choice, mutants_rows
+from . import mutants_chain, mutants_choice, mutants_ep, mutants_rows
 from .mutant import Mutant, mutant
 from .problem import InvalidInput
 
-MUTANTS: tuple[Mutant, ...] = (*mutants_rows.MUTANTS, *mutants_choice.MUTANTS, *mutants_chain.MUTANTS)
+MUTANTS: tuple[Mutant, ...] = (
+    *mutants_rows.MUTANTS,
+    *mutants_choice.MUTANTS,
+    *mutants_chain.MUTANTS,
+    *mutants_ep.MUTANTS,
+)
 """All mutants, by class of fault; names are unique."""
 
 

@@ -18,7 +18,7 @@ from .mutant import Mutant, mutant, reference
 from .problem import Losses, Output, Problem, Routing
 
 
-@mutant("J", "ep-rows", ordinary=False)
+@mutant("J", "ep-rows", "ep_dispatch", ordinary=False)
 def interleaved_experts() -> dict[str, Any]:
     """Global and local expert numbers are mixed up: rank id mod W."""
 
@@ -31,7 +31,7 @@ def interleaved_experts() -> dict[str, Any]:
     return spread(dispatch=wrong)
 
 
-@mutant("J", "ep-round-trip", ordinary=False)
+@mutant("J", "ep-round-trip", "ep_dispatch", ordinary=False)
 def swapped_offsets() -> dict[str, Any]:
     """Offsets from the transposed size matrix."""
 
@@ -53,7 +53,7 @@ def swapped_offsets() -> dict[str, Any]:
     return spread(dispatch=wrong)
 
 
-@mutant("J", "ep-apart", ordinary=False)
+@mutant("J", "ep-apart", "ep_dispatch ep_combine", ordinary=False)
 def stale_handle() -> dict[str, Any]:
     """Combine uses the latest dispatch's state."""
     latest: list[Any] = [None]
@@ -69,7 +69,7 @@ def stale_handle() -> dict[str, Any]:
     return spread(dispatch=wrong_dispatch, combine=wrong_combine)
 
 
-@mutant("J", "ep-round-trip", ordinary=False)
+@mutant("J", "ep-round-trip", "ep_dispatch", ordinary=False)
 def dropped_overflow() -> dict[str, Any]:
     """Rows beyond the expected load are silently dropped."""
 
@@ -82,7 +82,7 @@ def dropped_overflow() -> dict[str, Any]:
     return spread(dispatch=wrong)
 
 
-@mutant("J", "ep-demand", ordinary=False)
+@mutant("J", "ep-demand", "ep_dispatch", ordinary=False)
 def expected_capacity() -> dict[str, Any]:
     """The buffer is sized for the expected load."""
 
@@ -96,7 +96,7 @@ def expected_capacity() -> dict[str, Any]:
     return spread(dispatch=wrong)
 
 
-@mutant("A", "ep-routings", ordinary=False)
+@mutant("A", "ep-routings", "experts", ordinary=False)
 def idle_rank_garbage() -> dict[str, Any]:
     """An idle rank's weight gradient is never written."""
 
@@ -112,7 +112,7 @@ def idle_rank_garbage() -> dict[str, Any]:
     return spread(around=around)
 
 
-@mutant("A", "ep-routings", ordinary=False)
+@mutant("A", "ep-routings", "ep_dispatch", ordinary=False)
 def skipped_backward() -> dict[str, Any]:
     """An idle rank sends no gradient back for its tokens."""
 
@@ -124,7 +124,7 @@ def skipped_backward() -> dict[str, Any]:
     return spread(dispatch=wrong)
 
 
-@mutant("B", "ep-tail", ordinary=False)
+@mutant("B", "ep-tail", "ep_combine", ordinary=False)
 def masked_by_product() -> dict[str, Any]:
     """Empty slots are multiplied by 0, not selected away."""
 
@@ -141,7 +141,7 @@ def masked_by_product() -> dict[str, Any]:
     return spread(combine=wrong)
 
 
-@mutant("B", "ep-tail", ordinary=False)
+@mutant("B", "ep-tail", "ep_combine", ordinary=False)
 def tail_read() -> dict[str, Any]:
     """An empty slot reads beyond the rows."""
 
@@ -159,7 +159,7 @@ def tail_read() -> dict[str, Any]:
     return spread(combine=wrong)
 
 
-@mutant("E", "ep-round-trip", ordinary=False)
+@mutant("E", "ep-round-trip", "ep_dispatch", ordinary=False)
 def mispaired_weights() -> dict[str, Any]:
     """Weights in the order of ids, rows in the order of slots."""
 
@@ -170,7 +170,7 @@ def mispaired_weights() -> dict[str, Any]:
     return spread(dispatch=wrong)
 
 
-@mutant("E", "ep-rows", ordinary=False)
+@mutant("E", "ep-rows", "ep_dispatch", ordinary=False)
 def padding_to_expert_0() -> dict[str, Any]:
     """Slots without an expert are sent to expert 0."""
 
@@ -181,19 +181,19 @@ def padding_to_expert_0() -> dict[str, Any]:
     return spread(dispatch=wrong)
 
 
-@mutant("G", "ep-layer", ordinary=False)
+@mutant("G", "ep-layer", "layer", ordinary=False)
 def per_rank_loss() -> dict[str, Any]:
     """Losses are averaged over ranks' own losses."""
     return spread(layer=lambda layer: _with_losses(layer, lambda losses: jax.tree.map(jnp.mean, losses)))
 
 
-@mutant("G", "ep-layer", ordinary=False)
+@mutant("G", "ep-layer", "layer", ordinary=False)
 def first_rank_loss() -> dict[str, Any]:
     """Losses are those of rank 0's tokens."""
     return spread(layer=lambda layer: _with_losses(layer, lambda losses: jax.tree.map(lambda a: a[0], losses)))
 
 
-@mutant("H", "ep-mesh", ordinary=False)
+@mutant("H", "ep-mesh", "experts", ordinary=False)
 def double_counted() -> dict[str, Any]:
     """The gradient of wi is summed over data ranks twice."""
 
@@ -207,7 +207,7 @@ def double_counted() -> dict[str, Any]:
     return spread(around=around)
 
 
-@mutant("H", "ep-mesh", ordinary=False)
+@mutant("H", "ep-mesh", "experts", ordinary=False)
 def averaged_over_data() -> dict[str, Any]:
     """The gradient of wo is averaged over data ranks."""
 
@@ -221,7 +221,7 @@ def averaged_over_data() -> dict[str, Any]:
     return spread(around=around)
 
 
-@mutant("H", "ep-round-trip", ordinary=False)
+@mutant("H", "ep-round-trip", "ep_dispatch", ordinary=False)
 def weights_without_gradient() -> dict[str, Any]:
     """The weights' gradient ends at the dispatch."""
 
@@ -231,7 +231,7 @@ def weights_without_gradient() -> dict[str, Any]:
     return spread(dispatch=wrong)
 
 
-@mutant("H", "ep-round-trip", ordinary=False)
+@mutant("H", "ep-round-trip", "ep_dispatch", ordinary=False)
 def weight_0_is_padding() -> dict[str, Any]:
     """A row of weight exactly 0 is taken for padding."""
 
@@ -244,7 +244,7 @@ def weight_0_is_padding() -> dict[str, Any]:
     return spread(dispatch=wrong)
 
 
-@mutant("H", "ep-layer", ordinary=False)
+@mutant("H", "ep-layer", "layer", ordinary=False)
 def gate_averaged() -> dict[str, Any]:
     """The gate's gradient is averaged over ranks."""
 
