@@ -12,6 +12,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from .operands import operand_rows
+
 ELEMENT_BAR = 6.0
 """Largest |error| / gauge of one element."""
 
@@ -187,6 +189,11 @@ def bar_table() -> list[Bar]:
             "where a pre-activation lies within its own error of a clamp's edge, the derivative's jump joins the gauge",
         ),
     ]
-    return bars + [
-        Bar(f"rounding: {r.value}", f"{r.count} x u ({r.when})", f"{r.because}; enters {r.outputs}") for r in ROUNDINGS
+    return [
+        *bars,
+        *(
+            Bar(f"rounding: {r.value}", f"{r.count} x u ({r.when})", f"{r.because}; enters {r.outputs}")
+            for r in ROUNDINGS
+        ),
+        *(Bar(*row) for row in operand_rows()),
     ]

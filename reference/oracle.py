@@ -81,8 +81,8 @@ def route(problem: Problem, params: Params, x: Any) -> Routing:
     """Values only: the exact choice, lower index winning ties, and its weights."""
     with np.errstate(all="ignore"):
         run = _Run(problem, params, x, None)
-        ids = np.zeros((problem.T, problem.K), np.int32)
-        w = np.zeros((problem.T, problem.K), np.float32)
+        ids: Any = np.zeros((problem.T, problem.K), np.int32)
+        w: Any = np.zeros((problem.T, problem.K), np.float32)
         for t in range(problem.T):
             s = run.score(t)
             ids[t] = best_choice(problem, s.ranking)
@@ -109,14 +109,18 @@ def layer(problem: Problem, params: Params, x: Any, *, mask: Any = None, segment
     """Values only: route, experts, shared expert and losses."""
     chosen = route(problem, params, x)
     j = judge_layer(problem, params, x, chosen.topk_idx, mask=mask, segment_ids=segment_ids)
-    ids = np.array(chosen.topk_idx)
+    ids: Any = np.array(chosen.topk_idx)
     if mask is not None:
         ids[~np.asarray(mask)] = -1
+    single: dict[str, Any] = {
+        name: j[name].value.astype(np.float32) for name in ("weights", "balance", "sequence", "z")
+    }
+    sizes: Any = _counts(problem, ids).astype(np.int32)
     return Output(
         y=j["y"].value.astype(problem.dtype),
-        losses=Losses(*(np.float32(j[name].value) for name in ("balance", "sequence", "z"))),
-        routing=Routing(ids, j["weights"].value.astype(np.float32)),
-        group_sizes=np.bincount(ids[ids >= 0], minlength=problem.E).astype(np.int32),
+        losses=Losses(single["balance"], single["sequence"], single["z"]),
+        routing=Routing(ids, single["weights"]),
+        group_sizes=sizes,
     )
 
 
@@ -140,12 +144,12 @@ class _Run:
         self.problem, self.noise = problem, Noise(problem)
         self.params, self.kernels = params, kernels
         self.leaves = [None if leaf is None else np.asarray(leaf) for leaf in rows.leaves_of(params)]
-        self.gate = [None if leaf is None else wide(leaf) for leaf in router.leaves_of(params)]
+        self.gate: Any = [None if leaf is None else wide(leaf) for leaf in router.leaves_of(params)]
         self.x = wide(x)
         self.dy = None if cotangent is None else wide(cotangent)
 
     def score(self, t: int) -> router.Scores:
-        return router.scores(np, self.problem, self.noise, *self.gate, self.x[t])
+        return router.scores(np, self.problem, self.noise, self.gate, self.x[t])
 
     def experts(self, ids: np.ndarray, w: np.ndarray, var_w: np.ndarray) -> Gradients:
         problem, noise = self.problem, self.noise
@@ -154,7 +158,9 @@ class _Run:
             visits = np.argwhere(ids == e)
             if not len(visits):
                 continue
-            expert = rows.Expert.of(*(None if leaf is None else wide(leaf[e]) for leaf in self.leaves))
+            expert = rows.Expert.of(
+                *(None if leaf is None else wide(leaf[e]) for leaf in self.leaves), operands=noise.operands
+            )
             for t, k in visits:
                 f = rows.forward(np, problem, noise, expert, self.x[t], w[t, k], var_w[t, k])
                 out.y.add(t, f.weighted, f.var_weighted, f.lumps)
@@ -171,7 +177,7 @@ class _Run:
         self, ids: np.ndarray, real: np.ndarray, segment_ids: Any, loss_cotangents: tuple[float, float, float]
     ) -> dict[str, Judged]:
         problem, noise = self.problem, self.noise
-        scored = {t: self.score(t) for t in np.nonzero(real)[0]}
+        scored = {int(t): self.score(int(t)) for t in np.nonzero(real)[0]}
         w, var_w = np.zeros(ids.shape), np.zeros(ids.shape)
         for t, s in scored.items():
             at = router.weights(np, problem, s, _chosen(problem, ids[t]))

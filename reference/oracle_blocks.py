@@ -46,7 +46,10 @@ def block(problem: Problem, shared: bool, backward: bool) -> Any:
 
     def step(moving, expert, e, x, dy, t, k, w, var_w):
         y, dx, (dweight, var_dweight), sums = moving
-        expert = rows.Expert.of(*(None if leaf is None else leaf[e].astype(jnp.float64) for leaf in expert))
+        expert = rows.Expert.of(
+            *(None if leaf is None else leaf[e].astype(jnp.float64) for leaf in expert),
+            operands=None if shared else noise.operands,
+        )
         valid = (t < problem.T)[:, None]
         at = jnp.minimum(t, problem.T - 1)
         xs = x[at].astype(jnp.float64)
@@ -63,7 +66,9 @@ def block(problem: Problem, shared: bool, backward: bool) -> Any:
             var_dweight = var_dweight.at[t, k].set(b.var_dweight, mode="drop")
         dx = _add(dx, t, b.dx, b.var_dx, b.lumps["x"])
         wi, wo, wi_bias, wo_bias = sums
-        wi = outer(wi, xs, b.dpre, b.var_dpre, b.lumps["wi"], valid)
+        wi = outer(wi, xs, b.dpre, b.var_dpre_operand, b.lumps["wi"], valid)
+        if b.var_dpre_floor is not None:
+            wi = (wi[0], wi[1] + jnp.where(valid, b.var_dpre_floor, 0.0).sum(0), *wi[2:])
         floor = jnp.where(valid, b.var_floor, 0.0).sum(0)[:, None]
         turned = outer(_turned(wo), ds, b.weighted_h, b.var_weighted_h, b.lumps["wo"], valid)
         wo = _turned(turned)
@@ -82,9 +87,9 @@ def batch_scores(problem: Problem) -> Any:
     """(router leaves, x) -> Scores of every token."""
     noise = Noise(problem)
 
-    def run(*leaves):
-        leaves = [None if leaf is None else leaf.astype(jnp.float64) for leaf in leaves]
-        return router.scores(jnp, problem, noise, *leaves)
+    def run(leaves, x):
+        wide = tuple(None if leaf is None else leaf.astype(jnp.float64) for leaf in leaves)
+        return router.scores(jnp, problem, noise, wide, x.astype(jnp.float64))
 
     return jax.jit(run)
 
@@ -121,8 +126,8 @@ def router_backward(problem: Problem) -> Any:
     def run(dx, gate_kernel, x, scores, ids, real, dweight, var_dweight, dprobs, dz):
         real = real[:, None]
         onto = jax.nn.one_hot(ids, problem.E, dtype=jnp.float64)
-        spread = [jnp.einsum("tk,tke->te", a, onto) for a in (dweight, var_dweight)]
-        dlogits, var = router.logits_backward(jnp, problem, noise, scores, onto.sum(1), *spread, dprobs, dz)
+        dw, var_dw = (jnp.einsum("tk,tke->te", a, onto) for a in (dweight, var_dweight))
+        dlogits, var = router.logits_backward(jnp, problem, noise, scores, onto.sum(1), dw, var_dw, dprobs, dz)
         dlogits, var = jnp.where(real, dlogits, 0.0), jnp.where(real, var, 0.0)
         value, var_x, lumps = router.input_backward(noise, gate_kernel.astype(jnp.float64), dlogits, var)
         terms = (value, var_x, value * value, lumps.total[:, None], lumps.squares[:, None], 1.0)
@@ -157,7 +162,7 @@ def close_kernel(problem: Problem, products: bool) -> Any:
 
     def run(parts, n):
         n = jnp.asarray(n, jnp.float64)
-        return kernel_gauge(jnp, noise, *parts, n, products=products)
+        return kernel_gauge(jnp, noise, parts, n, products=products)
 
     return jax.jit(run)
 

@@ -157,7 +157,7 @@ class _Run:
         self.kinks = self.kinks_shared = 0
 
     def scores(self) -> router.Scores:
-        return blocks.batch_scores(self.problem)(*router.leaves_of(self.params), self.x)
+        return blocks.batch_scores(self.problem)(router.leaves_of(self.params), self.x)
 
     def experts(self, ids: np.ndarray, w: Any, var_w: Any) -> Iterator[Piece]:
         """Every expert's kernels and biases; y, dx and dweight fill up on the way."""
@@ -173,7 +173,7 @@ class _Run:
         """The shared expert: all real tokens, weight 1."""
         p = self.params
         token = np.nonzero(real)[0]
-        expert = (p.shared_wi[None], p.shared_wo[None], None, None)
+        expert = (p.need("shared_wi")[None], p.need("shared_wo")[None], None, None)
         sums, self.kinks_shared = self._blocks(0, expert, token, np.zeros_like(token), None, None, shared=True)
         if sums is not None:
             yield from self._close(("shared_wi", "shared_wo"), None, sums, len(token), self.kinks_shared)

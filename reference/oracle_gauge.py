@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 
 from ..parity.problem import Problem
 from ..parity.tolerances import COUNT, SUMMATION, TRANSCENDENTAL, underflow, unit_roundoff
+from .oracle_operands import Operands
 
 
 class Expert(NamedTuple):
-    """One expert's float64 parameters and their squares; absent biases are None."""
+    """One expert's float64 parameters, their squares, and what quantising them adds; absent ones are None."""
 
     wi: Any
     wo: Any
@@ -21,11 +22,28 @@ class Expert(NamedTuple):
     wo_bias: Any
     wi2: Any
     wo2: Any
+    quantised_wi: Any = None
+    """Variance of wi as an operand of x @ wi."""
+    quantised_wo: Any = None
+    """Likewise of h @ wo."""
+    turned_wi: Any = None
+    """Likewise of dpre @ wi.T, quantised along the other axis; already transposed."""
+    turned_wo: Any = None
 
     @classmethod
-    def of(cls, wi: Any, wo: Any, wi_bias: Any = None, wo_bias: Any = None) -> Expert:
-        """From float64 arrays."""
-        return cls(wi, wo, wi_bias, wo_bias, wi * wi, wo * wo)
+    def of(
+        cls, wi: Any, wo: Any, wi_bias: Any = None, wo_bias: Any = None, *, operands: Operands | None = None
+    ) -> Expert:
+        """From float64 arrays; without `operands` (a shared expert) nothing is quantised."""
+        exact = cls(wi, wo, wi_bias, wo_bias, wi * wi, wo * wo)
+        if operands is None:
+            return exact
+        return exact._replace(
+            quantised_wi=operands.variance("forward", "kernel", wi, 0),
+            quantised_wo=operands.variance("forward", "kernel", wo, 0),
+            turned_wi=operands.variance("d_rows", "kernel", wi.T, 0),
+            turned_wo=operands.variance("d_rows", "kernel", wo.T, 0),
+        )
 
 
 class Lumps(NamedTuple):
@@ -43,6 +61,7 @@ class Noise:
         self.u2 = unit_roundoff(problem.dtype) ** 2
         self.tiny2 = underflow(problem.dtype) ** 2
         operand = unit_roundoff(problem.dtype, problem.precision)
+        self.operands = Operands(problem.recipe)
         self.operand2 = operand**2 if (problem.dtype, problem.precision) == ("float32", "tf32") else 0.0
 
     def rounded(self, name: str, value: Any) -> Any:
@@ -66,10 +85,18 @@ class Noise:
         orders = (n + 1) / 3 * total * total + ((n + 1) / 6 - 1 / n) * squares
         return COUNT["partial_sums"] * (self.u2 * orders + (n - 1) * self.tiny2)
 
-    def dot(self, a: Any, var_a: Any, b: Any, b2: Any, n: Any) -> tuple[Any, Any]:
-        """(a @ b, variance) for uncertain a and exact b with squares b2, n terms a sum, float32 accumulator."""
+    def dot(
+        self, a: Any, var_a: Any, b: Any, b2: Any, n: Any, quantised_a: Any = None, quantised_b: Any = None
+    ) -> tuple[Any, Any]:
+        """(a @ b, variance) for uncertain a and exact b with squares b2, n terms a sum, float32 accumulator.
+
+        The last two are what quantising either operand adds; their product counts too, since u may be as large as 1/4.
+        """
         value = a @ b
-        return value, (var_a + self.per_square(n) * a * a) @ b2 + self.per_total(n) * value * value
+        var = (var_a + self.per_square(n) * a * a) @ b2 + self.per_total(n) * value * value
+        if quantised_b is not None:
+            var = var + quantised_a @ b2 + (a * a + var_a + quantised_a) @ quantised_b
+        return value, var
 
     def parameter(self, n: Any, value: Any, var: Any, squares: Any, *, products: bool) -> Any:
         """Variance of a parameter's gradient: a float32 sum over n tokens (of products, for a kernel), rounded once."""

@@ -44,9 +44,12 @@ def hidden_units(xp: Any, problem: Problem, noise: Noise, expert: Expert, x: Any
     """h of rows x [..., D].
 
     Where a pre-activation lies within its own error (6 gauges) of a clamp's edge or of relu2's kink, an honest layer may
-    be on the other side: slopes then are the larger of both, and their jump is kept apart for the backward pass.
+    be on the other side: slopes then are the larger of both, and their jump is kept apart for the backward pass. With
+    quantised operands that error is no longer small, so products of two errors count too, here and in the backward pass.
     """
-    pre, var_pre = noise.dot(x, 0.0 * x, expert.wi, expert.wi2, x.shape[-1])
+    coarse = expert.quantised_wi is not None
+    own = noise.operands.variance("forward", "activation", x) if coarse else None
+    pre, var_pre = noise.dot(x, 0.0 * x, expert.wi, expert.wi2, x.shape[-1], own, expert.quantised_wi)
     var_pre = var_pre + noise.rounded("pre", pre)
     if expert.wi_bias is not None:
         pre = pre + expert.wi_bias
@@ -63,12 +66,16 @@ def hidden_units(xp: Any, problem: Problem, noise: Noise, expert: Expert, x: Any
     act, slope, curvature, value_parts, slope_parts = _activation(xp, problem, gate)
     steep, bend = slope, curvature
     if problem.experts.activation == "relu2":
-        steep, bend = 2 * xp.maximum(gate + near, 0.0), xp.where(gate + near > 0, 2.0, 0.0)
+        bend = xp.where(gate + near > 0, 2.0, 0.0)
+        steep = slope if coarse else 2 * xp.maximum(gate + near, 0.0)
     reachable = xp.where(inside | close, 1.0, 0.0)
     reach, bend = reachable * steep, reachable * bend
     slope_jump = xp.where(close, slope, 0.0)
     slope = xp.where(inside, slope, 0.0)
     var_act = reach**2 * var_gate + noise.rounded("act", act) + transcendental(gate, value_parts)
+    if coarse:
+        # act(z + d) - act(z) = act' d + act'' d^2 / 2, and E d^4 = 3 var^2: at 2 or 3 bits the second term counts.
+        var_act = var_act + 0.75 * (bend * var_gate) ** 2
     kinks = close.sum(-1)
     if not problem.experts.gated:
         one, zero = xp.ones_like(act), xp.zeros_like(act)
@@ -101,6 +108,8 @@ def hidden_units(xp: Any, problem: Problem, noise: Noise, expert: Expert, x: Any
         kinks = kinks + up_close.sum(-1)
     h = act * up
     var_h = up**2 * var_act + act**2 * var_up + noise.rounded("h", h)
+    if coarse:
+        var_h = var_h + var_act * var_up
     return Hidden(
         h,
         var_h,

@@ -49,11 +49,10 @@ def leaves_of(params: Params) -> tuple[Any, ...]:
     return params.gate_kernel, params.gate_bias, params.expert_bias
 
 
-def scores(
-    xp: Any, problem: Problem, noise: Noise, gate_kernel: Any, gate_bias: Any, expert_bias: Any, x: Any
-) -> Scores:
+def scores(xp: Any, problem: Problem, noise: Noise, leaves: Any, x: Any) -> Scores:
     """Logits and scores of x [..., D] with their errors."""
     r = problem.router
+    gate_kernel, gate_bias, expert_bias = leaves
     product, var = noise.dot(x, 0.0 * x, gate_kernel, gate_kernel * gate_kernel, x.shape[-1])
     logits = product
     if gate_bias is not None:

@@ -36,11 +36,15 @@ class Backward(NamedTuple):
     var_dweight: Any
     dpre: Any
     var_dpre: Any
+    var_dpre_operand: Any
+    """The same with what quantising x and dpre adds to their product, wi's gradient."""
+    var_dpre_floor: Any
+    """What the floor of x's format adds to that in each column, whatever x is; None without one."""
     weighted_h: Any
     var_weighted_h: Any
     """wo's gradient is the sum of weighted_h (outer) dy; the variance holds every rounding of w, h, w*h and w*dy."""
     var_floor: Any
-    """What underflow of w*dy adds to that variance in each column, whatever dy is."""
+    """What underflow of w*dy, in storage dtype or a quantised one, adds in each column, whatever dy is."""
     dbias: Any
     var_dbias: Any
 
@@ -63,7 +67,9 @@ def forward(
     y = product if expert.wo_bias is None else product + expert.wo_bias
     wh, wy = w * z.h, w * y
     var_wh = w * w * z.var_h + (0.0 if shared else noise.rounded("weighted_h", wh))
-    _, var = noise.dot(wh, var_wh, expert.wo, expert.wo2, wh.shape[-1])
+    own = _activation_variance(xp, noise, expert, wh, w)
+    _, var = noise.dot(wh, var_wh, expert.wo, expert.wo2, wh.shape[-1], own, expert.quantised_wo)
+    var_wh = var_wh if own is None else var_wh + own
     var = var + w * w * noise.rounded("expert_y", product)
     if expert.wo_bias is not None:
         var = var + w * w * noise.rounded("expert_y_biased", y) + noise.rounded("weighted_y", w * expert.wo_bias)
@@ -92,13 +98,16 @@ def backward(
     w = xp.ones_like(x[..., :1]) if shared else w[..., None]
     coherent = 0.0 * w if shared else _weight_variance(noise, w, var_w[..., None])
 
-    c, var_dot = noise.dot(dy, 0.0 * dy, expert.wo.T, expert.wo2.T, depth)
+    coarse = expert.turned_wo is not None
+    own = noise.operands.variance("d_rows", "gradient", dy) if coarse else None
+    c, var_dot = noise.dot(dy, 0.0 * dy, expert.wo.T, expert.wo2.T, depth, own, expert.turned_wo)
     var_c = var_dot if shared else var_dot + noise.rounded("unit_dh", c)
     dh = w * c
     var_dh = w * w * var_c + noise.rounded("dh", dh)
     if not shared:
-        var_dh = var_dh + noise.rounded("weighted_dy", w * dy) @ expert.wo2.T
-    dweight, var_dweight = _dweight(noise, expert, dy, f, c, var_c)
+        floor = noise.operands.fixed_floor("d_rows", "gradient")
+        var_dh = var_dh + (noise.rounded("weighted_dy", w * dy) + floor) @ expert.wo2.T
+    dweight, var_dweight = _dweight(xp, noise, expert, dy, f, c, var_c)
 
     dact = dh * z.up
     dgate = dact * z.slope
@@ -111,20 +120,30 @@ def backward(
         + noise.rounded("dpre", dgate)
         + (dact * z.slope_jump) ** 2
     )
+    if expert.quantised_wi is not None:
+        bent = z.curvature**2 * z.var_gate
+        var_dgate = var_dgate + var_dh * (z.var_up * z.reach**2 + z.up**2 * bent) + dh**2 * z.var_up * bent
     if problem.experts.gated:
         dup = dh * z.act * z.up_slope
         reach = xp.maximum(z.up_slope, xp.where(z.up_jump > 0, 1.0, 0.0))
         var_dup = (
             reach * (z.act**2 * var_dh + dh**2 * z.var_act) + noise.rounded("dpre", dup) + (dh * z.act * z.up_jump) ** 2
         )
+        if expert.quantised_wi is not None:
+            var_dup = var_dup + reach * var_dh * z.var_act
         dpre, var_dpre = xp.concatenate([dgate, dup], -1), xp.concatenate([var_dgate, var_dup], -1)
     else:
         dpre, var_dpre = dgate, var_dgate
 
     n, wi, wi2 = dpre.shape[-1], expert.wi.T, expert.wi2.T
-    dx, var_dx = noise.dot(dgate, var_dgate, wi[:width], wi2[:width], n)
+    own = noise.operands.variance("d_rows", "gradient", dpre) if coarse else None
+    halves = [
+        (None, None) if own is None else (own[..., s], expert.turned_wi[s])
+        for s in (slice(0, width), slice(width, None))
+    ]
+    dx, var_dx = noise.dot(dgate, var_dgate, wi[:width], wi2[:width], n, *halves[0])
     if problem.experts.gated:
-        dx_up, var_dx_up = noise.dot(dpre[..., width:], var_dpre[..., width:], wi[width:], wi2[width:], n)
+        dx_up, var_dx_up = noise.dot(dpre[..., width:], var_dpre[..., width:], wi[width:], wi2[width:], n, *halves[1])
         var_dx = var_dx + var_dx_up + noise.rounded("dx_half", dx) + noise.rounded("dx_half", dx_up)
         dx = dx + dx_up
     var_dx = var_dx + noise.rounded("dx_expert", dx)
@@ -136,6 +155,14 @@ def backward(
     var_wh = w * w * z.var_h
     if not shared:
         var_wh = var_wh + noise.rounded("weighted_h", wh) + COUNT["weighted_dy"] * noise.u2 * wh * wh
+    var_operand, x_floor = var_dpre, None
+    if coarse:
+        ops = noise.operands
+        u_x, u_d = ops.relative("d_kernel", "activation"), ops.relative("d_kernel", "gradient")
+        floor_x, floor_d = (ops.fixed_floor("d_kernel", role) for role in ("activation", "gradient"))
+        var_operand = (1 + u_x) * (var_dpre + u_d * dpre * dpre + floor_d) + u_x * dpre * dpre
+        x_floor = floor_x * (dpre * dpre + var_operand) if floor_x else None
+        var_wh = (1 + u_d) * (var_wh + u_x * wh * wh + floor_x * xp.maximum(w * w, 1.0)) + u_d * wh * wh
     together = {
         "x": relative * dx * dx,
         "wi": relative * dpre * dpre,
@@ -147,8 +174,8 @@ def backward(
         dx=dx,
         var_dx=var_dx + together["x"],
         lumps={
-            "x": _lumps(var_dpre * expert.wi2.sum(0), whole["x"]),
-            "wi": _lumps(var_dpre * x2[..., None], whole["wi"] * x2),
+            "x": _lumps((var_dpre if own is None else var_dpre + own) * expert.wi2.sum(0), whole["x"]),
+            "wi": _lumps(var_operand * x2[..., None], whole["wi"] * x2),
             "wo": _lumps(var_wh * dy2[..., None], whole["wo"] * dy2),
             "wi_bias": Lumps(whole["wi"], whole["wi"] ** 2),
             "wo_bias": Lumps(whole["wo_bias"], whole["wo_bias"] ** 2),
@@ -157,19 +184,30 @@ def backward(
         var_dweight=var_dweight,
         dpre=dpre,
         var_dpre=var_dpre + together["wi"],
+        var_dpre_operand=var_operand + together["wi"],
+        var_dpre_floor=x_floor,
         weighted_h=wh,
         var_weighted_h=var_wh + together["wo"],
-        var_floor=(0.0 if shared else COUNT["weighted_dy"] * noise.tiny2) * z.h * z.h,
+        var_floor=(0.0 if shared else COUNT["weighted_dy"] * noise.tiny2) * z.h * z.h
+        + (noise.operands.fixed_floor("d_kernel", "gradient") * xp.maximum(w * w, 1.0) * z.h * z.h if coarse else 0.0),
         dbias=w * dy,
         var_dbias=together["wo_bias"] + noise.rounded("weighted_dy", w * dy),
     )
+
+
+def _activation_variance(xp: Any, noise: Noise, expert: Expert, wh: Any, w: Any) -> Any:
+    """What quantising h, or w * h, adds to w * h; None when it is not quantised."""
+    if expert.quantised_wo is None:
+        return None
+    floor = noise.operands.fixed_floor("forward", "activation")
+    return noise.operands.variance("forward", "activation", wh) + floor * xp.maximum(w * w - 1.0, 0.0)
 
 
 def _weight_variance(noise: Noise, w: Any, var_w: Any) -> Any:
     return var_w + noise.rounded("weight", w)
 
 
-def _dweight(noise: Noise, expert: Expert, dy: Any, f: Forward, c: Any, var_c: Any) -> tuple[Any, Any]:
+def _dweight(xp: Any, noise: Noise, expert: Expert, dy: Any, f: Forward, c: Any, var_c: Any) -> tuple[Any, Any]:
     """sum(dy * y) for weight 1: late layers form it so, early ones as sum((dy @ wo.T) * h) + sum(dy * wo_bias)."""
     h, var_h = f.hidden.h, f.hidden.var_h
     value = (dy * f.y).sum(-1)
@@ -177,6 +215,10 @@ def _dweight(noise: Noise, expert: Expert, dy: Any, f: Forward, c: Any, var_c: A
     if expert.wo_bias is not None:
         own = own + noise.rounded("expert_y_biased", f.y)
     var = (c * c * var_h + h * h * var_c).sum(-1) + (dy * dy * own).sum(-1)
+    own_h = _activation_variance(xp, noise, expert, h, xp.ones_like(h[..., :1]))
+    if own_h is not None:
+        var = var + (c * c * own_h + (h * h + var_h + own_h) * (dy * dy @ expert.quantised_wo.T)).sum(-1)
+        var = var + ((var_h + own_h) * var_c).sum(-1)
     var = var + _sum_variance(noise, c * h) + _sum_variance(noise, dy * f.y)
     if expert.wo_bias is not None:
         var = var + _sum_variance(noise, dy * expert.wo_bias)

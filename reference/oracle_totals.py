@@ -50,13 +50,12 @@ def token_gauge(
     return xp.sqrt(xp.where(n > 0, var, 0.0)), _independent(xp, var, lump[:, 0], lump2[:, 0])
 
 
-def kernel_gauge(
-    xp: Any, noise: Noise, value: Any, var: Any, squares: Any, lump: Any, lump2: Any, n: Any, *, products: bool
-) -> tuple[Any, Any]:
+def kernel_gauge(xp: Any, noise: Noise, parts: Any, n: Any, *, products: bool) -> tuple[Any, Any]:
     """(gauge, independent errors [B]) of a parameter's gradient over n tokens, in B blocks: its experts, or one.
 
     Without a token the gauge is exactly 0. A hidden unit's error moves a whole column, as far as the token's x goes.
     """
+    value, var, squares, lump, lump2 = parts
     full = noise.parameter(xp.maximum(n, 1), value, var, squares, products=products)
     return xp.sqrt(xp.where(n > 0, full, 0.0)), _independent(xp, full.reshape(len(lump), -1), lump, lump2)
 
@@ -101,7 +100,9 @@ class Gradients:
 
     def add_expert(self, e: int, x: np.ndarray, dy: np.ndarray, b: Any) -> None:
         """One row of expert e."""
-        self._outer("wi", e, x, b.dpre, b.var_dpre, b.lumps["wi"])
+        self._outer("wi", e, x, b.dpre, b.var_dpre_operand, b.lumps["wi"])
+        if "wi" in self.sums and b.var_dpre_floor is not None:
+            self.sums["wi"][1][e] += b.var_dpre_floor
         self._outer("wo", e, dy, b.weighted_h, b.var_weighted_h, b.lumps["wo"], b.var_floor)
         self._sum("wi_bias", e, b.dpre, b.var_dpre, b.lumps["wi_bias"])
         self._sum("wo_bias", e, b.dbias, b.var_dbias, b.lumps["wo_bias"])
@@ -131,7 +132,7 @@ class Gradients:
             if not routed and not layer:
                 continue
             n = counts.reshape((-1,) + (1,) * (sums[0].ndim - 1)) if routed else np.asarray(tokens)
-            gauge, dof = kernel_gauge(np, noise, *sums, n, products=not name.endswith("bias"))
+            gauge, dof = kernel_gauge(np, noise, sums, n, products=not name.endswith("bias"))
             kinked = {"wi": self.kinks, "wi_bias": self.kinks, "shared_wi": self.kinks_shared}.get(name, 0)
             out[name] = Judged(sums[0], gauge, kinked, dof)
         if layer and self.steered:
