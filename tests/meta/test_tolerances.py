@@ -2,6 +2,7 @@
 
 import importlib.util
 import itertools
+import json
 import sys
 from pathlib import Path
 
@@ -60,10 +61,8 @@ def test_tf32_is_looser_than_float32_and_a_gauge_grows_with_depth_and_roundoff()
 
 def test_partial_sums_are_the_mean_over_all_orders():
     """Of sum_j s_j^2 over the partial sums that an addition rounds, j = 2 .. n."""
-    from itertools import permutations
-
     terms = np.array([3.0, -1.0, 0.5, 2.0])
-    means = [np.mean([(np.cumsum(p)[1:] ** 2).sum() for p in permutations(terms[:n])]) for n in range(1, 5)]
+    means = [np.mean([(np.cumsum(p)[1:] ** 2).sum() for p in itertools.permutations(terms[:n])]) for n in range(1, 5)]
     noise = Noise(Problem(T=1, K=1, E=1, D=1, F=1, dtype="bfloat16"))
     for n, mean in enumerate(means, 1):
         got = noise.partial_sums(n, terms[:n].sum(), (terms[:n] ** 2).sum()) / noise.u2
@@ -88,19 +87,20 @@ def test_every_rounding_of_the_table_is_read_by_the_gauge():
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_honest_layers_use_at_most_sixty_percent_of_the_bar(dtype):
     """A sample; calibrate.py measures a thousand problems a dtype and records them."""
-    measured = load("calibrate").measure(dtype, 25, seed=11)
-    for tensor, lines in measured["tensors"].items():
-        assert max(lines["element"]) / 100 <= HEADROOM, tensor
+    calibrate = load("calibrate")
+    for one, problems in ((calibrate.experts_ratios, 25), (calibrate.layer_ratios, 10)):
+        for tensor, lines in calibrate.measure(dtype, problems, seed=11, one=one)["tensors"].items():
+            assert max(lines["element"]) / 100 <= HEADROOM, tensor
 
 
 def test_recorded_calibration_is_within_the_bars():
-    import json
-
     record = json.loads((Path(__file__).parent / "recorded" / "gauge.json").read_text())
     assert record["element_bar"] == ELEMENT_BAR
     for dtype in DTYPES:
-        part = record["percent_of_bar"][dtype]
-        assert part["problems"] >= 1000 and part["beyond_clamp_percent"] >= 5
-        for lines in part["tensors"].values():
+        experts, layer = record["experts"][dtype], record["layer"][dtype]
+        assert experts["problems"] >= 1000 and layer["problems"] >= 1000 and experts["beyond_clamp_percent"] >= 5
+        assert {"y", "x", "wi", "wo", "wi_bias", "wo_bias", "topk_weights"} <= experts["tensors"].keys()
+        assert {"weights", "gate_kernel", "gate_bias", "balance", "z", "shared_wi"} <= layer["tensors"].keys()
+        for lines in (*experts["tensors"].values(), *layer["tensors"].values()):
             assert max(lines["element"]) / 100 <= HEADROOM
             assert max(lines.get("row", [0])) <= 100
