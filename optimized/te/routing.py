@@ -34,7 +34,7 @@ def route(problem: Problem, params: Params, x: Float[Array, "T D"]) -> Routing:
     ids in range; its weights are NaN. All in float32; expert_bias has gradient 0. Raises Unsupported for groups that TE
     does not rank as the contract does.
     """
-    return choose(problem, params, gate_logits(problem, x, params.gate_kernel, params.gate_bias))
+    return choose_fused(problem, params, gate_logits(problem, x, params.gate_kernel, params.gate_bias))
 
 
 def gate_logits(
