@@ -52,7 +52,7 @@ def gate_logits(
     return z
 
 
-def choose(problem: Problem, params: Params, z: Float[Array, "T E"]) -> Routing:
+def choose_fused(problem: Problem, params: Params, z: Float[Array, "T E"]) -> Routing:
     """The routing at given logits, by TE's kernel."""
     router, K = problem.router, problem.K
     if not (able := selection(router, K, problem.E)):
