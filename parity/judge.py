@@ -58,7 +58,11 @@ def experts_findings(
 def layer_findings(
     implementation: Implementation, case: Case, *, oracle: str = "oracle", grad: bool = True
 ) -> list[Finding]:
-    """The live layer: its routes, counts, weights, losses and y, and with grad every gradient, losses included."""
+    """The live layer: its routes, counts, weights, losses and y, and with grad every gradient, losses included.
+
+    A NumPy layer cannot be differentiated, so its gradients are left out.
+    """
+    grad = grad and "numpy" not in implementation.traits
     if grad and vacuous(case):
         return [vacuous_finding()]
     losses = loss_cotangents(case)
