@@ -10,8 +10,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 from dropless.parity import tolerances
-from dropless.parity.problem import DTYPES, Problem
+from dropless.parity.compare import judge
+from dropless.parity.problem import DTYPES, Params, Problem, Routing
 from dropless.parity.tolerances import COUNT, ELEMENT_BAR, ROUNDINGS, bar_table, row_bar, underflow, unit_roundoff
+from dropless.reference import oracle
 from dropless.reference.oracle_gauge import Noise
 
 HEADROOM = 0.6
@@ -104,3 +106,17 @@ def test_recorded_calibration_is_within_the_bars():
         for lines in (*experts["tensors"].values(), *layer["tensors"].values()):
             assert max(lines["element"]) / 100 <= HEADROOM
             assert max(lines.get("row", [0])) <= 100
+
+
+def test_tf32_operands_fail_where_float32_is_asked_for():
+    """TF32 is its own precision, not a float32 that happened to be fast."""
+    calibrate, honest = load("calibrate"), load("honest")
+    rng = np.random.default_rng(0)
+    problem, leaves, x, ids, w, dy = calibrate.draw("float32", rng)
+    while problem.D < 16 or problem.T < 16:
+        problem, leaves, x, ids, w, dy = calibrate.draw("float32", rng)
+    params = Params(gate_kernel=np.zeros((problem.D, problem.E), x.dtype), **leaves)
+    judged = oracle.judge_experts(problem, params, x, Routing(ids, w), dy)
+    got = honest.experts(problem.replace(precision="tf32"), leaves, x, ids, w, dy, honest.How())
+    for name in ("y", "x", "wi", "wo"):
+        assert not judge(name, got[name], judged[name], dtype="float32").ok, name
