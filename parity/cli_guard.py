@@ -91,17 +91,18 @@ def summary(rows: list[Shift], alarms: list[Shift], changed: list[str], changes:
     lines = [f"### dropless guard: {verdict}", ""]
     lines += [f"* **parity**: {line}" for line in changed]
     lines += [
-        f"* **slower**: {a.case}: {a.implementation} {a.what}, {a.factor:.2f} x (bar {a.bar:.2f} x)" for a in alarms
+        f"* **slower**: {a.case}: {a.implementation} {a.what} ({a.clock}), {a.factor:.2f} x (bar {a.bar:.2f} x)"
+        for a in alarms
     ]
     lines += [
         "",
-        "| case | implementation | call | before | now | now / before | bar | |",
-        "|---|---|---|---|---|---|---|---|",
+        "| case | implementation | call | clock | before | now | now / before | bar | |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for s in rows:
         mark = "**alarm**" if s in alarms else "not confirmed" if s.suspicious else ""
         lines.append(
-            f"| {s.case} | {s.implementation} | {s.what} | {s.before:.3f} | {s.after:.3f} | {s.factor:.2f} | {s.bar:.2f} | {mark} |"
+            f"| {s.case} | {s.implementation} | {s.what} | {s.clock} | {s.before:.3f} | {s.after:.3f} | {s.factor:.2f} | {s.bar:.2f} | {mark} |"
         )
     lines += ["", "Before and now are times over loop_and_pad's, medians of interleaved rounds.", ""]
     lines += ["Environment: " + ("unchanged." if not changes else "")] + [f"* {line}" for line in changes]
@@ -135,13 +136,16 @@ def _measure_again(case: CaseRecord, seed: int, budget_s: float, only: list[Shif
 
 def _print(rows: list[Shift], alarms: list[Shift], changed: list[str], changes: list[str]) -> None:
     numbers = ("before", "now", "now / before", "bar")
-    t = table("case", "implementation", "call", *numbers, "", title="Times over loop_and_pad's", numbers=numbers)
+    t = table(
+        "case", "implementation", "call", "clock", *numbers, "", title="Times over loop_and_pad's", numbers=numbers
+    )
     for s in rows:
         mark = "[bold red]alarm[/]" if s in alarms else "[yellow]not confirmed[/]" if s.suspicious else ""
         t.add_row(
             s.case,
             s.implementation,
             s.what,
+            s.clock,
             f"{s.before:.3f}",
             f"{s.after:.3f}",
             f"{s.factor:.2f}",
@@ -160,6 +164,7 @@ def _shift_json(s: Shift) -> dict[str, object]:
         "case": s.case,
         "implementation": s.implementation,
         "what": s.what,
+        "clock": s.clock,
         "before": s.before,
         "after": s.after,
         "noise": s.noise,

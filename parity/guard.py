@@ -24,6 +24,9 @@ LEAST_SHIFT = math.log(1.10)
 NOISE_FACTOR = 3.0
 """A shift must also exceed this many standard errors of both runs' medians."""
 
+TICK = 1e-7
+"""Seconds below which a clock says nothing."""
+
 BLOCKS = 5
 """Stretches of a run whose medians are compared with each other."""
 
@@ -38,6 +41,8 @@ class Shift:
     case: str
     implementation: str
     what: str
+    clock: str
+    """time: wall time, or device time on a GPU. cpu: processor time."""
     before: float
     """Ratio to loop_and_pad in the baseline: below 1 is faster than loop_and_pad."""
     after: float
@@ -70,32 +75,36 @@ def bar(noise: float) -> float:
     return max(LEAST_SHIFT, NOISE_FACTOR * noise)
 
 
-def log_ratios(case: CaseRecord, implementation: str, what: str) -> np.ndarray:
-    """log(time / loop_and_pad's time) of each round; pairs by round, the shorter list's length. Empty when not timed."""
+CLOCKS = ("time", "cpu")
+"""Both are judged: processor time is steady beside other programs, and only wall time sees work that no longer runs in parallel."""
+
+
+def log_ratios(case: CaseRecord, implementation: str, what: str, clock: str = "time") -> np.ndarray:
+    """log(time / loop_and_pad's time) of each round; empty when either was not timed by that clock."""
     own, base = case.result(implementation), case.result(BASELINE)
     a = own.timing(what) if own else None
     b = base.timing(what) if base else None
     if a is None or b is None:
         return np.zeros(0)
-    n = min(len(a.samples), len(b.samples))
-    return np.log(np.asarray(a.samples[:n])) - np.log(np.asarray(b.samples[:n]))
+    x, y = (a.samples, b.samples) if clock == "time" else (a.cpu_s, b.cpu_s)
+    n = min(len(x), len(y))
+    return np.log(np.maximum(x[:n], TICK)) - np.log(np.maximum(y[:n], TICK))
 
 
 def shifts(before: CaseRecord, after: CaseRecord) -> list[Shift]:
-    """Every call of every implementation that both cases timed, but the baseline's own."""
+    """Every call of every implementation that both cases timed, by every clock, but the baseline's own."""
     found = []
-    for result in after.results:
-        if result.implementation == BASELINE:
-            continue
-        for timing in result.timings:
-            old = log_ratios(before, result.implementation, timing.what)
-            new = log_ratios(after, result.implementation, timing.what)
+    timed = [(r.implementation, t.what) for r in after.results for t in r.timings if r.implementation != BASELINE]
+    for implementation, what in timed:
+        for clock in CLOCKS:
+            old, new = (log_ratios(c, implementation, what, clock) for c in (before, after))
             if old.size and new.size:
                 found.append(
                     Shift(
                         case=before.label,
-                        implementation=result.implementation,
-                        what=timing.what,
+                        implementation=implementation,
+                        what=what,
+                        clock=clock,
                         before=float(np.exp(np.median(old))),
                         after=float(np.exp(np.median(new))),
                         noise=math.hypot(median_error(old), median_error(new)),
@@ -122,7 +131,8 @@ def median_error(samples: np.ndarray) -> float:
 
 def confirmed(first: Shift, again: Sequence[Shift]) -> bool:
     """Whether a suspicion is an alarm: suspicious, and in each further measurement too."""
-    same = [s for s in again if (s.implementation, s.what) == (first.implementation, first.what)]
+    key = (first.implementation, first.what, first.clock)
+    same = [s for s in again if (s.implementation, s.what, s.clock) == key]
     return first.suspicious and len(same) >= CONFIRMATIONS and all(s.suspicious for s in same)
 
 

@@ -68,6 +68,8 @@ class TimingRecord:
     """First call's tracing and compilation."""
     wall_s: list[float]
     """Every repetition: dispatch until the last output is ready."""
+    cpu_s: list[float] = field(default_factory=list)
+    """Every repetition's processor time, all threads together, without a GPU: other programs hardly touch it."""
     device_s: list[float] = field(default_factory=list)
     """Every repetition's time on the device, where it can be read apart from the host's; empty on CPU."""
     device_timer: str = ""

@@ -42,20 +42,23 @@ class Call:
     temp_bytes: int | None = None
     peak_bytes: int | None = None
     wall_s: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
     device_s: list[float] = field(default_factory=list)
     device_timer: str = ""
     compiles: int = 0
     """Executables built so far, by compiling and by running."""
     elapsed_s: float = 0.0
-    """The latest run, timed or not; 0 before the first."""
+    """Wall time of the latest run, timed or not; 0 before the first."""
+    elapsed_cpu_s: float = 0.0
     last: tuple[int, Any] | None = None
     """Variant and outputs of the last timed repetition, to be judged."""
 
     def __call__(self, variant: int) -> Any:
         """Runs one variant to the end. An eager call's first run, which compiles its pieces, is its compile time."""
-        start, before = time.perf_counter(), _COMPILED[0]
+        before = _COMPILED[0]
+        start, cpu = time.perf_counter(), time.process_time()
         out = jax.block_until_ready(self.run(*self.inputs[variant]))
-        self.elapsed_s = time.perf_counter() - start
+        self.elapsed_s, self.elapsed_cpu_s = time.perf_counter() - start, time.process_time() - cpu
         self.compiles += _COMPILED[0] - before
         self.compile_s = self.compile_s or self.elapsed_s
         return out
@@ -66,6 +69,7 @@ class Call:
             what=self.what,
             compile_s=self.compile_s,
             wall_s=self.wall_s,
+            cpu_s=self.cpu_s,
             device_s=self.device_s,
             device_timer=self.device_timer,
             useful_flops=useful_flops,
@@ -171,6 +175,8 @@ def _repeat(call: Call, variant: int, flush: Callable[[], None]) -> None:
     flush()
     out = call(variant)
     call.wall_s.append(call.elapsed_s)
+    if jax.default_backend() == "cpu":
+        call.cpu_s.append(call.elapsed_cpu_s)
     call.last = (variant, out)
 
 

@@ -67,8 +67,8 @@ def test_faster_is_no_alarm():
 
 
 def test_one_suspicion_alone_is_not_an_alarm():
-    suspicious = guard.Shift("case", "blocked", "experts forward", before=0.2, after=0.3, noise=0.01)
-    calm = guard.Shift("case", "blocked", "experts forward", before=0.2, after=0.2, noise=0.01)
+    suspicious = guard.Shift("case", "blocked", "experts forward", "time", before=0.2, after=0.3, noise=0.01)
+    calm = guard.Shift("case", "blocked", "experts forward", "time", before=0.2, after=0.2, noise=0.01)
     assert suspicious.suspicious and not calm.suspicious
     assert guard.confirmed(suspicious, [suspicious, suspicious])
     assert not guard.confirmed(suspicious, [suspicious, calm])
@@ -121,6 +121,6 @@ def test_the_summary_is_a_table_that_names_alarms():
     hit = [s for s in rows if s.suspicious]
     text = cli_guard.summary(rows, hit, [], ["versions.jax: 1 -> 2"])
     assert "slower or different" in text
-    assert "blocked experts forward, 1.50 x" in text
+    assert "blocked experts forward (time), 1.50 x" in text
     assert text.count("**alarm**") == 1
     assert "versions.jax: 1 -> 2" in text
