@@ -62,8 +62,8 @@ def operand(recipe: str, product: Product, role: Role) -> Operand | None:
     """The rounding of that product's operand; None when it is not quantised.
 
     A floor relative to amax is half the smallest subnormal over the smallest place where amax can land. Saturation by a
-    scale that was rounded down moves only the block's largest values, by less than u. A scale per tensor or per expert
-    is taken as one per row, which is right while the rows of an expert lie within the format's range, 2^14.
+    scale that was rounded down moves only the block's largest values, by less than u. Under one scale an expert another
+    row's largest value sets a row's floor; gradients there are e5m2, whose floor, amax 2^-32, reaches no row.
     """
     line = next((r for r in QUANTISED if r.name == recipe), None)
     if line is None or (line.gradient is None and product != "forward"):

@@ -159,7 +159,9 @@ class _Run:
             if not len(visits):
                 continue
             expert = rows.Expert.of(
-                *(None if leaf is None else wide(leaf[e]) for leaf in self.leaves), operands=noise.operands
+                *(None if leaf is None else wide(leaf[e]) for leaf in self.leaves),
+                operands=noise.operands,
+                tokens=self.x,
             )
             for t, k in visits:
                 f = rows.forward(np, problem, noise, expert, self.x[t], w[t, k], var_w[t, k])

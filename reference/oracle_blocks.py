@@ -49,6 +49,7 @@ def block(problem: Problem, shared: bool, backward: bool) -> Any:
         expert = rows.Expert.of(
             *(None if leaf is None else leaf[e].astype(jnp.float64) for leaf in expert),
             operands=None if shared else noise.operands,
+            tokens=x.astype(jnp.float64) if noise.operands.per_tensor else None,
         )
         valid = (t < problem.T)[:, None]
         at = jnp.minimum(t, problem.T - 1)

@@ -29,16 +29,29 @@ class Expert(NamedTuple):
     turned_wi: Any = None
     """Likewise of dpre @ wi.T, quantised along the other axis; already transposed."""
     turned_wo: Any = None
+    amax_x: Any = None
+    """Bound of |x| over all tokens, and of |h|, where all rows share a scale; else None."""
+    amax_h: Any = None
 
     @classmethod
     def of(
-        cls, wi: Any, wo: Any, wi_bias: Any = None, wo_bias: Any = None, *, operands: Operands | None = None
+        cls,
+        wi: Any,
+        wo: Any,
+        wi_bias: Any = None,
+        wo_bias: Any = None,
+        *,
+        operands: Operands | None = None,
+        tokens: Any = None,
     ) -> Expert:
-        """From float64 arrays; without `operands` (a shared expert) nothing is quantised."""
+        """From float64 arrays; without `operands` (a shared expert) nothing is quantised, with them `tokens` is all of x."""
         exact = cls(wi, wo, wi_bias, wo_bias, wi * wi, wo * wo)
         if operands is None:
             return exact
+        amax_x, amax_h = operands.largest(tokens, wi, wi_bias)
         return exact._replace(
+            amax_x=amax_x,
+            amax_h=amax_h,
             quantised_wi=operands.variance("forward", "kernel", wi, 0),
             quantised_wo=operands.variance("forward", "kernel", wo, 0),
             turned_wi=operands.variance("d_rows", "kernel", wi.T, 0),
@@ -61,7 +74,7 @@ class Noise:
         self.u2 = unit_roundoff(problem.dtype) ** 2
         self.tiny2 = underflow(problem.dtype) ** 2
         operand = unit_roundoff(problem.dtype, problem.precision)
-        self.operands = Operands(problem.recipe)
+        self.operands = Operands(problem)
         self.operand2 = operand**2 if (problem.dtype, problem.precision) == ("float32", "tf32") else 0.0
 
     def rounded(self, name: str, value: Any) -> Any:

@@ -48,7 +48,7 @@ def hidden_units(xp: Any, problem: Problem, noise: Noise, expert: Expert, x: Any
     quantised operands that error is no longer small, so products of two errors count too, here and in the backward pass.
     """
     coarse = expert.quantised_wi is not None
-    own = noise.operands.variance("forward", "activation", x) if coarse else None
+    own = noise.operands.variance("forward", "activation", x, amax=expert.amax_x) if coarse else None
     pre, var_pre = noise.dot(x, 0.0 * x, expert.wi, expert.wi2, x.shape[-1], own, expert.quantised_wi)
     var_pre = var_pre + noise.rounded("pre", pre)
     if expert.wi_bias is not None:

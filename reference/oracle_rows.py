@@ -200,7 +200,8 @@ def _activation_variance(xp: Any, noise: Noise, expert: Expert, wh: Any, w: Any)
     if expert.quantised_wo is None:
         return None
     floor = noise.operands.fixed_floor("forward", "activation")
-    return noise.operands.variance("forward", "activation", wh) + floor * xp.maximum(w * w - 1.0, 0.0)
+    amax = None if expert.amax_h is None else expert.amax_h * xp.maximum(abs(w), 1.0)
+    return noise.operands.variance("forward", "activation", wh, amax=amax) + floor * xp.maximum(w * w - 1.0, 0.0)
 
 
 def _weight_variance(noise: Noise, w: Any, var_w: Any) -> Any:
