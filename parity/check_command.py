@@ -99,14 +99,21 @@ def mutants(
     json_path: RECORD = None,
 ) -> int:
     """The kill matrix: deliberately wrong layers, each with the law that must catch it, beside honest ones that must pass."""
-    from .kill import kill_matrix
+    from .device import cores
+    from .kill import kill_matrix_apart
     from .mutants import mutants_named
-    from .registry import complete, get
 
-    chosen = mutants_named(only or ())
-    honest = [] if only else [complete(get(name)) for name in HONEST]
+    chosen = [m.name for m in mutants_named(only or ())]
+    honest = () if only else HONEST
     with progress(total=len(chosen) + len(honest), first="starting") as step:
-        matrix = kill_matrix(chosen, honest=honest, seeds=tuple(range(seeds)), whole=whole, progress=step)
+        matrix = kill_matrix_apart(
+            chosen,
+            honest=honest,
+            seeds=tuple(range(seeds)),
+            whole=whole,
+            jobs=max(1, min(cores(), 4)),
+            progress=lambda text: step(text, text.count(",") + 1),
+        )
     show_matrix(matrix)
     if json_path is not None:
         record_matrix(matrix, json_path)

@@ -7,8 +7,11 @@ all mutants share.
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -24,6 +27,8 @@ from .suite import Settings, run_law
 Cell = Literal["killed", "raised", "passed", "not run"]
 
 SEEDS = (0, 1, 2)
+CHUNK = 4
+"""Mutants that a process is given at a time: neighbours share a stage, and so executables."""
 EXAMPLES = 5
 """Drawn routings beside the pinned ones: those of the quick profile."""
 
@@ -108,6 +113,46 @@ def kill_matrix(
     finally:
         running.OPTIONS.clear()
     return Matrix(rows, failed, seeds, time.perf_counter() - start)
+
+
+def kill_matrix_apart(
+    names: Sequence[str],
+    *,
+    honest: Sequence[str] = (),
+    seeds: tuple[int, ...] = SEEDS,
+    whole: bool = True,
+    jobs: int = 2,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Matrix:
+    """The same over `jobs` processes, since compilation is what takes the time; mutants and honest code go by name."""
+    start = time.perf_counter()
+    tasks = [((), (name,)) for name in honest] + [
+        (tuple(names[i : i + CHUNK]), ()) for i in range(0, len(names), CHUNK)
+    ]
+    # Processes that share a GPU must not each take most of its memory.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    rows: dict[str, Row] = {}
+    failed: dict[str, list[str]] = {}
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        # The widest task, honest code under every law, starts first.
+        futures = [pool.submit(_part, tuple(names), *task, seeds, whole) for task in tasks]
+        for future in as_completed(futures):
+            part = future.result()
+            rows |= {row.mutant: row for row in part.rows}
+            failed |= part.honest
+            progress(", ".join([*part.honest, *(row.mutant for row in part.rows)]))
+    return Matrix([rows[n] for n in names], {n: failed[n] for n in honest}, seeds, time.perf_counter() - start)
+
+
+def _part(
+    all_names: tuple[str, ...], names: tuple[str, ...], honest: tuple[str, ...], seeds: tuple[int, ...], whole: bool
+) -> Matrix:
+    """One process's share; honest code is judged where any of the mutants is."""
+    mutants = mutants_named(names) if names else ()
+    running.OPTIONS.update(running.QUICK_COMPILE)
+    rows = [_row(mutant, seeds, whole) for mutant in mutants]
+    everyone = mutants_named(all_names) if all_names else ()
+    return Matrix(rows, {n: _failed(complete(get(n)), everyone, seeds, whole) for n in honest}, seeds)
 
 
 def shapes_for(law: Law, mutant: Mutant | None = None) -> tuple[Problem, ...]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import jax
+import numpy as np
 
 from . import law_tools, running
 from .compare import Finding
@@ -23,11 +24,14 @@ from .interface import Implementation, Unsupported
 from .law import FEATURES, Law
 from .problem import InvalidInput, Problem
 from .running import WrongKind
-from .spec import CaseSpec
+from .spec import CaseSpec, freeze
 
 Status = Literal["agree", "disagree", "not repeatable", "cannot run", "expected-different", "known", "alarm"]
 BAD = ("disagree", "not repeatable", "alarm")
 """Statuses that make the exit code 1."""
+
+MOST_SLOTS = 512
+"""Routings with more slots are reported by pattern and seed, not as ids."""
 
 SHRINKS = 400
 """Runs after the first failure; the smallest failing routing so far is then reported."""
@@ -227,8 +231,12 @@ def _simplify(search: _Search, settings: Settings) -> None:
     """Makes the failing routing plainer token by token: nowhere or at the first experts, else fewer and lower ids."""
     assert search.failing is not None
     spec, runs = search.failing[0], 0
-    if spec.topk_idx is None:
+    if spec.problem.routed_rows > MOST_SLOTS:
         return
+    if spec.topk_idx is None:
+        # The ids that the pattern draws: the same case, in a form that can be made plainer.
+        spec = dataclasses.replace(spec, topk_idx=freeze(np.asarray(spec.build().routing.topk_idx)), pattern=None)
+        search.failing = (spec, search.failing[1])
     K, no_expert = spec.problem.K, "no-expert" in settings.features
     rest = (-1,) * K if no_expert else tuple(range(K))
 
