@@ -20,8 +20,10 @@ from .interface import Implementation
 from .law import Law
 from .laws import LAWS, laws_named
 from .mutant import Mutant, reference
+from .mutants import mutants_named
 from .placement import expert_mesh
 from .problem import Problem
+from .registry import complete, get
 from .suite import Settings, run_law
 
 Cell = Literal["killed", "raised", "passed", "not run"]
