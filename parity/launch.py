@@ -31,7 +31,7 @@ LIMIT = 600.0
 """Seconds after which a set of ranks that has not finished is ended."""
 HEARTBEAT = 10
 """Seconds of silence after which the other ranks give a rank up."""
-GRACE = 5.0
+GRACE = 10.0
 """Seconds that a rank gets to print where it hangs, once its limit is over."""
 
 
@@ -177,7 +177,7 @@ def run_local(
                 "processes": processes,
                 "process": process,
                 "devices": devices,
-                "limit": limit,
+                "ends": time.time() + limit,
                 "result": f"{folder}/{process}.json",
             }
             with open(f"{folder}/{process}.log", "wb") as log:
@@ -229,7 +229,8 @@ def _rank(job: dict[str, Any]) -> None:
     faulthandler.enable()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", job["devices"])
-    with watched(job["limit"]):
+    # Starting counts too: all ranks end at one moment, however long each took to import.
+    with watched(max(job["ends"] - time.time(), 1.0)):
         join(job["coordinator"], job["processes"], job["process"])
         module, _, name = job["target"].partition(":")
         result = getattr(importlib.import_module(module), name)(job["arguments"])
