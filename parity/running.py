@@ -132,7 +132,11 @@ def _run_layer(
         out = call(implementation, "layer", _forward_layer, *args, problem)
         _check_output(problem, out)
         return to_host(out), {}
-    shape = jax.eval_shape(functools.partial(fn, problem), case.params, case.x, **_given(case.mask, case.segment_ids))
+    if implementation.traits & {"eager", "host-sync", "numpy"}:  # cannot be traced, not even for its shapes
+        shape = call(implementation, "layer", _forward_layer, *args, problem)
+    else:
+        given = _given(case.mask, case.segment_ids)
+        shape = jax.eval_shape(functools.partial(fn, problem), case.params, case.x, **given)
     _check_output(problem, shape)
     coefficients = jnp.asarray(loss_cotangents, jnp.float32)
     out, grads = call(implementation, "layer", _layer_vjp, *args, case.cotangent, coefficients, problem)
