@@ -11,7 +11,7 @@ from .compare import Finding
 from .ep_cases import usual_ranks
 from .inputs import Case
 from .interface import Implementation
-from .problem import Problem
+from .problem import RECIPES, Problem
 
 FEATURES = ("no-expert", "empty", "layer")
 """What a problem does not show: slots of -1, batches without tokens, a layer around the experts. A suite is told which to judge."""
@@ -107,6 +107,11 @@ def _own_layer(implementation: Implementation, problem: Problem, features: froze
     return ""
 
 
+def _recipe(implementation: Implementation, problem: Problem, features: frozenset[str]) -> str:
+    able = (implementation.supports(problem.replace(recipe=r)) for r in RECIPES if r != "none")
+    return "" if any(able) else "supports no recipe"
+
+
 def _ranks(implementation: Implementation, problem: Problem, features: frozenset[str]) -> str:
     if not implementation.offers("ep_dispatch"):
         return "does not spread over ranks"
@@ -139,6 +144,7 @@ NEEDS: Mapping[str, Callable[[Implementation, Problem, frozenset[str]], str]] = 
     "wo bias": _when(lambda p: p.experts.wo_bias, "needs experts with output bias"),
     "late": _when(lambda p: p.experts.weight_placement == "late", "needs weights after the experts"),
     "unquantised": _when(lambda p: p.recipe == "none", "needs unquantised GEMMs"),
+    "recipe": _recipe,
     "ranks": _ranks,
     "no mesh": _when(lambda p: p.mesh is None, "needs one device"),
     "selection bias": _when(lambda p: p.router.selection_bias, "needs a selection bias"),

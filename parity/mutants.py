@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from . import mutants_chain, mutants_choice, mutants_ep, mutants_rows
+from . import mutants_chain, mutants_choice, mutants_ep, mutants_quantised, mutants_rows
 from .mutant import Mutant, mutant
 from .problem import InvalidInput
 
@@ -13,6 +13,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *mutants_choice.MUTANTS,
     *mutants_chain.MUTANTS,
     *mutants_ep.MUTANTS,
+    *mutants_quantised.MUTANTS,
 )
 """All mutants, by class of fault; names are unique."""
 
