@@ -164,9 +164,10 @@ def bar_table() -> list[Bar]:
         ),
         *(
             Bar(
-                f"row, width {n}{'' if n < _ROW_WIDTH else ' and more'}",
+                f"block, {n} independent errors{'' if n < _ROW_WIDTH else ' or more'}",
                 f"{row_bar(n):.3g}",
-                "0.75 sqrt(1 + 2 sqrt(a/n) + 2a/n), a = ln 1e9: a chi-square tail of one in 1e9",
+                "norm ratio of a token's row, an expert's kernel gradient or a small tensor: 0.75 sqrt(1 + 2 sqrt(a/n) + "
+                "2a/n), a = ln 1e9, a chi-square tail of one in 1e9",
             )
             for n in (1, 4, 16, 33, _ROW_WIDTH)
         ),
