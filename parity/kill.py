@@ -97,7 +97,7 @@ def kill_matrix(
     whole: bool = True,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Matrix:
-    """Runs the named law at every seed, and with `whole` every other law of the changed stages at the first seed.
+    """Runs the named law at every seed, and with `whole` every other law of the changed stages on the pinned routings.
 
     Honest code runs every law (without `whole`, those that the mutants name) on the mutants' shapes. Laws that run once a suite compile programs of their own: they run for honest code, and for a mutant that names one.
     """
@@ -183,14 +183,16 @@ def _row(mutant: Mutant, seeds: tuple[int, ...], whole: bool) -> Row:
             continue
         touched = law.stage in mutant.stages and law.scope != "once"
         row.cells[law.name] = (
-            _cell(law, implementation, shapes_for(law), seeds[0])[0] if whole and touched else "not run"
+            _cell(law, implementation, shapes_for(law), seeds[0], 1)[0] if whole and touched else "not run"
         )
     row.seconds = time.perf_counter() - start
     return row
 
 
-def _cell(law: Law, implementation: Implementation, shapes: tuple[Problem, ...], seed: int) -> tuple[Cell, str]:
-    verdict = run_law(law, implementation, shapes, Settings(seed, EXAMPLES, shrink=False))
+def _cell(
+    law: Law, implementation: Implementation, shapes: tuple[Problem, ...], seed: int, examples: int = EXAMPLES
+) -> tuple[Cell, str]:
+    verdict = run_law(law, implementation, shapes, Settings(seed, examples, shrink=False))
     if verdict.status == "cannot run":
         return "not run", verdict.reason
     if verdict.finding is None:
