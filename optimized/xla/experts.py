@@ -138,7 +138,7 @@ def _visit(problem: Problem, leaves: _Leaves, slots: Slots, block, carry, **kwar
     R = problem.routed_rows
     return visit(
         slots.group_sizes,
-        block_sizes(R, problem.T, problem.E),
+        block_sizes(R, problem.T),
         R,
         block,
         carry,

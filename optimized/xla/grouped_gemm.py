@@ -62,7 +62,8 @@ def _backward(saved: tuple[Array, Array, Array], d: Array) -> tuple[Array, Array
     carry = jnp.zeros_like(rows), jnp.zeros_like(kernels)
     if rows.shape[0]:
         carry = _visit(rows, kernels, group_sizes, block, carry, leave=leave)
-    return *carry, None
+    d_rows, d_kernels = carry
+    return d_rows, d_kernels, None
 
 
 grouped_gemm.defvjp(_forward, _backward)
@@ -72,7 +73,7 @@ def _visit(rows: Array, kernels: Array, group_sizes: Array, block, carry, **kwar
     P = rows.shape[0]
     return visit(
         group_sizes,
-        block_sizes(P, P, kernels.shape[0]),
+        block_sizes(P, P),
         P,
         block,
         carry,

@@ -49,10 +49,10 @@ class Block(NamedTuple):
         return lax.dynamic_update_slice_in_dim(rows, kept, self.start, 0)
 
 
-def block_sizes(rows: int, largest_group: int, experts: int) -> tuple[int, ...]:
-    """The sizes of block to use for `rows` rows of `experts` experts, none above `largest_group`; ascending.
+def block_sizes(rows: int, largest_group: int) -> tuple[int, ...]:
+    """The sizes of block for groups of up to `largest_group` of `rows` rows, ascending; none exceeds `rows`.
 
-    Powers of two from SMALLEST to LARGEST, so that a block is at least half full.
+    Powers of two from SMALLEST to LARGEST, so that a group above SMALLEST fills at least half of its block.
     """
     top = min(rows, largest_group)
     sizes = [SMALLEST]
