@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import importlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,12 +10,6 @@ import numpy as np
 from .problem import Problem
 
 DENSE_DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-
-PEAKS: dict[str, tuple[float, float]] = {
-    "NVIDIA H200": (989e12, 4.8e12),
-    "NVIDIA H100 80GB HBM3": (989e12, 3.35e12),
-}
-"""Data-sheet bf16 FLOP/s (dense) and memory bytes/s; elsewhere the roofline uses measured rates only."""
 
 
 @dataclass(frozen=True)
@@ -72,32 +66,27 @@ def cost(problem: Problem, what: str, rows: int, busy: int | None = None) -> Cos
     return Cost(work, moved)
 
 
-def attainable(work: Cost, flops_per_s: float, bytes_per_s: float) -> float:
-    """Roofline FLOP/s of some work: the smaller of the arithmetic rate and intensity times the memory rate."""
-    return min(flops_per_s, work.intensity * bytes_per_s)
-
-
-def padded_rows(problem: Problem, implementation: str, group_sizes: np.ndarray, align: int = 1) -> int:
+def padded_rows(problem: Problem, implementation: str, group_sizes: np.ndarray) -> int:
     """Rows that an implementation's GEMMs compute for these counts; R of them are real.
 
-    loop_and_pad computes T rows for each expert, capacity its capacity, ragged_dot on CPU all R rows for each expert;
-    the others round each busy expert up to `align`.
+    loop_and_pad computes T rows for each expert, capacity its budget, ragged_dot (without a GPU) all R rows for each expert,
+    blocked the blocks that it visits; any other is taken to pad nothing.
     """
     rows = int(group_sizes.sum())
     if implementation == "loop_and_pad":
         return problem.T * problem.E
-    if implementation == "capacity":
-        share = (problem.capacity_factor or 1.0) * problem.routed_rows / problem.E
-        return min(problem.T, math.ceil(share)) * problem.E
     if implementation == "ragged_dot":
         return rows * problem.E
-    return int((-(-group_sizes // align) * align).sum())
-
-
-def dense_shape(problem: Problem, rows: int) -> tuple[int, int, int]:
-    """(M, contraction, N) of one dense GEMM with the FLOPs of the experts' forward pass."""
-    matrices = 3 if problem.experts.gated else 2
-    return max(rows, 1), problem.D, matrices * problem.F
+    if implementation == "capacity":
+        return problem.E * importlib.import_module("dropless.reference.capacity").rows_per_expert(problem)
+    if implementation == "blocked":
+        visit = importlib.import_module("dropless.optimized.xla.visit")
+        blocks = np.asarray(visit.block_sizes(problem.routed_rows, problem.T))
+        largest = blocks[-1]
+        one = blocks[np.minimum(np.searchsorted(blocks, group_sizes), len(blocks) - 1)]
+        several = -(-group_sizes // largest) * largest
+        return int(np.where(group_sizes > largest, several, one)[group_sizes > 0].sum())
+    return rows
 
 
 def imbalance(group_sizes: np.ndarray) -> float:

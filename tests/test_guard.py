@@ -62,6 +62,18 @@ def test_a_slow_moment_cancels_in_the_ratio():
         assert math.isclose(shift.factor, 1.0), shift
 
 
+def test_processor_time_catches_what_a_busy_machine_hides_from_wall_time():
+    before, slow = run(1, noise=0.3), run(2, noise=0.3)
+    for case, factor in ((before, 1.0), (slow, 1.25)):
+        for result in case.results:
+            for t in result.timings:
+                steady = 0.01 * (factor if result.implementation == "blocked" else 1.0)
+                t.cpu_s = [steady * (1 + 0.01 * (i % 3)) for i in range(len(t.wall_s))]
+    found = guard.shifts(before, slow)
+    assert {s.clock for s in found if s.suspicious} == {"cpu"}
+    assert all(s.suspicious for s in found if s.clock == "cpu")
+
+
 def test_faster_is_no_alarm():
     assert not alarms(run(1), 600, slower=dict.fromkeys(WHATS, 0.5))
 
