@@ -98,6 +98,10 @@ def test_honest_layers_use_at_most_sixty_percent_of_the_bar(dtype):
 def test_recorded_calibration_is_within_the_bars():
     record = json.loads((Path(__file__).parent / "recorded" / "gauge.json").read_text())
     assert record["element_bar"] == ELEMENT_BAR
+    for seed in load("calibrate").OTHER_SEEDS:
+        assert len(record["other_seeds"][str(seed)]) == 2 * len(DTYPES)
+        for element, block in record["other_seeds"][str(seed)].values():
+            assert element / 100 <= HEADROOM and block <= 100
     for dtype in DTYPES:
         experts, layer = record["experts"][dtype], record["layer"][dtype]
         assert experts["problems"] >= 1000 and layer["problems"] >= 1000 and experts["beyond_clamp_percent"] >= 5
