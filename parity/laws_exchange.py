@@ -34,8 +34,10 @@ def ep_rows(implementation: Implementation, case: Case) -> list[Finding]:
     """Dispatch puts each routed copy of a token once into the block of its expert, on the rank that holds it, with its weight."""
     problem, W = on_ranks(case.problem)
     x = token_payload(problem.T, problem.D)
+    if x is None:
+        return []
     findings: list[Finding] = []
-    for name, ids in {} if x is None else rank_routings(problem, W, case.seed).items():
+    for name, ids in rank_routings(problem, W, case.seed).items():
         weights = np.where(ids >= 0, 1 + np.arange(ids.size).reshape(ids.shape), np.nan).astype(np.float32)
         rows, sizes, row_weights, align = run(implementation, problem, _dispatched, x, ids, weights)
         findings.append(_blocks(problem, W, name, ids, weights, rows, sizes, row_weights, align))
@@ -46,12 +48,14 @@ def ep_rows(implementation: Implementation, case: Case) -> list[Finding]:
 def ep_round_trip(implementation: Implementation, case: Case) -> list[Finding]:
     """Experts that multiply by +1 or -1 give each token the sum of its signed weights times itself, and dispatch and combine have each other as gradients."""
     problem, W = on_ranks(case.problem)
-    x, dy = token_payload(problem.T, problem.D), token_payload(problem.T, problem.D)
-    findings: list[Finding] = []
-    for name, ids in {} if x is None else rank_routings(problem, W, case.seed).items():
+    x = token_payload(problem.T, problem.D)
+    if x is None:
+        return []
+    dy, findings = x[::-1].copy(), []
+    for name, ids in rank_routings(problem, W, case.seed).items():
         weights = slot_weights(ids)
-        y, d_x, d_weights = run(implementation, problem, _signed, x, ids, weights, dy[::-1].copy(), NOTHING)
-        findings += round_trip(problem, name, ids, weights, x, dy[::-1], y, d_x, d_weights)
+        y, d_x, d_weights = run(implementation, problem, _signed, x, ids, weights, dy, NOTHING)
+        findings += round_trip(problem, name, ids, weights, x, dy, y, d_x, d_weights)
     return findings
 
 
@@ -60,8 +64,10 @@ def ep_tail(implementation: Implementation, case: Case) -> list[Finding]:
     """Rows that hold no token may hold NaN, infinity or 1e30 and change no bit of any token, nor of any gradient."""
     problem, W = on_ranks(case.problem)
     x = token_payload(problem.T, problem.D)
+    if x is None:
+        return []
     findings: list[Finding] = []
-    for name, ids in {} if x is None else rank_routings(problem, W, case.seed).items():
+    for name, ids in rank_routings(problem, W, case.seed).items():
         weights = slot_weights(ids)
         for poison in (np.nan, np.inf, 1e30):
             y, d_x, d_weights = run(implementation, problem, _signed, x, ids, weights, x, np.float32(poison))

@@ -116,8 +116,8 @@ def traffic(
     to = np.where(ids >= 0, source[:, None] // ep * ep + ids // (problem.E // ep), -1)
     visits = np.stack([(to == rank).sum(1) for rank in range(ranks)], axis=1)  # [token, destination]
     raw, once = _by_source(visits, source, ranks), _by_source(visits > 0, source, ranks)
-    at_node = (visits > 0).reshape(len(ids), ranks // node, node).any(2)
-    network = _by_source(at_node, source, ranks)
+    at_node = visits.reshape(len(ids), ranks // node, node).max(axis=2) > 0
+    network = _by_source(np.asarray(at_node), source, ranks)
     network[np.arange(ranks), np.arange(ranks) // node] = 0
     load = raw.sum(0)
     for rows in (raw, once):

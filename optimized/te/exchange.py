@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from ...parity.interface import Unsupported
 from ...parity.placement import expert_mesh, expert_ranks
-from ...parity.problem import InvalidInput, Problem, Routing
+from ...parity.problem import InvalidInput, Mesh, Problem, Routing
 from ..xla.mesh import by_token, device_mesh
 from .group import ALIGN, limits, start
 from .support import facts
@@ -76,8 +76,14 @@ def ep_combine(problem: Problem, rows: Float[Array, "W P D"], state: ExchangeSta
     problem = on_ranks(problem, *state.tokens)
     if problem.experts.weight_placement == "late":
         rows = (rows.astype(jnp.float32) * state.row_weights[..., None]).astype(rows.dtype)
-    spec = (*by_token(problem.mesh), None, None)
+    spec = (*by_token(mesh_for(problem)), None, None)
     return split(problem, combine(config(problem), state.handle, state.padded_sizes, rows, state.tokens, spec))[0]
+
+
+def mesh_for(problem: Problem) -> Mesh:
+    """The mesh that `on_ranks` has put there."""
+    assert problem.mesh is not None
+    return problem.mesh
 
 
 def on_ranks(problem: Problem, W: int, t: int) -> Problem:
@@ -99,15 +105,14 @@ def split(problem: Problem, *arrays: Array) -> tuple[Array, ...]:
     Results of an exchange are pinned too. TE runs an exchange as an asynchronous region; when a caller wants its result
     whole, XLA gathers it inside that region, and its latency-hiding scheduler finds no order for two collectives there.
     """
-    assert problem.mesh is not None
-    sharding = NamedSharding(device_mesh(problem.mesh), by_token(problem.mesh))
+    mesh = mesh_for(problem)
+    sharding = NamedSharding(device_mesh(mesh), by_token(mesh))
     return tuple(jax.lax.with_sharding_constraint(a, sharding) for a in arrays)
 
 
 def group_sizes(problem: Problem, topk_idx: Int[Array, "W t K"]) -> Int[Array, "W e"]:
     """Real rows of each expert; NCCL EP itself reports them rounded up."""
-    assert problem.mesh is not None
-    W, ep = topk_idx.shape[0], problem.mesh.ep
+    W, ep = topk_idx.shape[0], mesh_for(problem).ep
     ids = topk_idx.reshape(W // ep, -1)
     counts = (ids[..., None] == jnp.arange(problem.E)).sum(1, dtype=jnp.int32)
     return counts.reshape(W, problem.E // ep)

@@ -57,7 +57,8 @@ def counted(
     x, weights, ids = split(
         laid, *(a.reshape(W, t, a.shape[1]) for a in (jnp.pad(x, fill), jnp.where(ids >= 0, weights, 0), ids))
     )
-    y, received = _experts(laid, kernels, x, weights, ids)
+    found: Any = _experts(laid, kernels, x, weights, ids)
+    y, received = found
     return y.reshape(W * t, -1)[:T], received.reshape(W)
 
 

@@ -87,7 +87,7 @@ def local_combine(
     plan: Plan,
 ) -> Float[Array, "t D"]:
     """One rank's part of the combine, inside `shard_map`."""
-    found = return_rows(mesh.ep_axis, transport, rows, plan).astype(jnp.float32)
+    found = jnp.asarray(return_rows(mesh.ep_axis, transport, rows, plan), jnp.float32)
     if problem.experts.weight_placement == "late":
         found = found * jnp.where(plan.send_of_slot >= 0, topk_weights, 0)[..., None]
     return found.sum(axis=1).astype(rows.dtype)
@@ -103,7 +103,7 @@ def _dispatch(transport: str | None, problem: Problem, x: Array, routing: Routin
 
     def rank(x, ids, weights):
         rows, group_sizes, plan = local_dispatch(problem, mesh, transport, x[0], ids[0])
-        row_weights = send_slots(mesh.ep_axis, transport, weights[0][..., None], plan)[:, 0]
+        row_weights = jnp.asarray(send_slots(mesh.ep_axis, transport, weights[0][..., None], plan))[:, 0]
         return jax.tree.map(lambda a: a[None], (rows, group_sizes, row_weights, plan))
 
     spec = by_token(mesh)

@@ -109,7 +109,7 @@ def return_rows(axis: str, transport: str, rows: Float[Array, "P D"], plan: Plan
 
 def _send_tokens_bwd(axis, transport, plan, d_rows):
     d_slots = return_rows(axis, transport, d_rows, plan)
-    return d_slots.astype(jnp.float32).sum(1).astype(d_rows.dtype), None
+    return jnp.asarray(d_slots, jnp.float32).sum(1).astype(d_rows.dtype), None
 
 
 def _return_rows_bwd(axis, transport, plan, d_slots):

@@ -48,8 +48,8 @@ def experts_over(
         def rank(x, ids, topk_weights, weights):
             rows, group_sizes, plan = local_dispatch(problem, mesh, moves, x, ids, capacity)
             late = problem.experts.weight_placement == "late"
-            row_weights = None if late else send_slots(mesh.ep_axis, moves, topk_weights[..., None], plan)[:, 0]
-            out = _run_local(local, problem, weights, rows, group_sizes, row_weights)
+            sent = None if late else jnp.asarray(send_slots(mesh.ep_axis, moves, topk_weights[..., None], plan))
+            out = _run_local(local, problem, weights, rows, group_sizes, None if sent is None else sent[:, 0])
             return local_combine(problem, mesh, moves, out, topk_weights, plan)
 
         split = by_token(mesh)
