@@ -96,9 +96,9 @@ def test_padding_of_each_way_to_compute():
     assert costs.padded_rows(problem, "ragged_dot", sizes) == 64
     assert costs.padded_rows(problem, "capacity", sizes) == problem.E * rows_per_expert(problem)
     assert costs.padded_rows(problem, "capacity", sizes) == 16
-    assert (
-        sizes.sum() <= costs.padded_rows(problem, "blocked", sizes) <= 2 * 16
-    )  # a block is at least half full, or the smallest
+    wide = Problem(T=64, K=2, E=4, D=16, F=32)
+    rows = np.array([64, 40, 24, 0])
+    assert rows.sum() <= costs.padded_rows(wide, "blocked", rows) <= 2 * rows.sum()  # a block is at least half full
     assert costs.padded_rows(problem, "te", sizes) == 16
     assert costs.imbalance(sizes) == 2.0
     assert costs.imbalance(np.zeros(4, int)) == 0.0
