@@ -10,7 +10,8 @@ import pytest
 from dropless.parity import registry
 from dropless.parity.compare import same_bits
 from dropless.parity.inputs import make_case
-from dropless.parity.problem import Experts, Params, Problem, Routing
+from dropless.parity.judge import layer_findings
+from dropless.parity.problem import Experts, Params, Problem, Router, Routing
 from dropless.reference import capacity, dense, layer, loop_and_pad, loop_host
 from dropless.reference.experts import experts, experts_of
 from dropless.reference.grouped_gemm import grouped_gemm
@@ -258,6 +259,16 @@ def test_layers_of_a_masked_batch_give_zero_rows_and_no_counts():
         assert dirty.y[~mask].tolist() == np.zeros((2, D)).tolist()
         assert int(dirty.group_sizes.sum()) == 4 * K
         assert (np.asarray(dirty.routing.topk_idx) < 0).all(axis=1).tolist() == (~mask).tolist()
+
+
+@pytest.mark.parametrize("name", ["loop_host", "loop_and_pad"])
+def test_live_layers_agree_with_the_oracle(name):
+    """The naive loop reads ids that a differentiated router made."""
+    router = Router(score="sigmoid", normalize=True, groups=2, selection_bias=True)
+    case = make_case(ROOMY.replace(router=router), mask=np.arange(T) != 3, segment_ids=np.arange(T) // 4)
+    findings = layer_findings(registry.complete(registry.get(name)), case)
+    assert {f.tensor for f in findings} >= {"y", "x", "gate_kernel", "wi", "wo", "balance", "sequence", "z"}
+    assert not [f.message for f in findings if not f.ok]
 
 
 def test_a_product_is_rounded_once():
