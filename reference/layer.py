@@ -60,7 +60,7 @@ def layer_of(*, route: Callable, experts: Callable) -> Callable:
 
 
 def shared_expert(problem: Problem, params: Params, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
-    """Runs the expert that every token visits with weight 1: act(x @ shared_wi) @ shared_wo, rounded like the others."""
+    """Runs the expert that every token visits with weight 1: act(x @ shared_wi) @ shared_wo, rounded like others."""
     h = activate(problem.experts, product(problem, x, params.need("shared_wi")))
     return product(problem, h.astype(x.dtype), params.need("shared_wo"))
 
