@@ -104,12 +104,12 @@ def fail_on_rank_1(how):
         raise ValueError("rank one says no")
     if jax.process_index() == 1 and how == "die":
         os.kill(os.getpid(), 9)
-    time.sleep(60)
+    time.sleep(300)
 
 
 def test_two_processes_give_what_one_gives():
     size = {"T": 8, "K": 2, "E": 4, "D": 8, "F": 8}
-    here = launch.run_local(f"{_here()}:parity_of_ranks", size, processes=2, devices=1, limit=120)
+    here = launch.run_local(f"{_here()}:parity_of_ranks", size, processes=2, devices=1, limit=300)
     assert all(r["devices"] == 2 and len(r["ok"]) == 5 and all(r["ok"]) for r in here)
     problem = Problem(**size, mesh=expert_mesh(2))
     alone = running.experts(registry.complete(xla_ep.IMPLEMENTATION), make_case(problem))["y"]
@@ -119,8 +119,8 @@ def test_two_processes_give_what_one_gives():
 @pytest.mark.parametrize(
     ("how", "limit", "says"),
     [
-        ("raise", 60.0, "rank one says no"),
-        ("die", 60.0, "rank 1 of 2 ended with status -9"),
+        ("raise", 200.0, "rank one says no"),
+        ("die", 200.0, "rank 1 of 2 ended with status -9"),
         ("hang", 8.0, "Timeout (0:00:0"),
     ],
 )
@@ -129,7 +129,7 @@ def test_a_rank_that_fails_ends_all_in_time(how, limit, says):
     with pytest.raises(launch.RankFailed) as error:
         launch.run_local(f"{_here()}:fail_on_rank_1", how, processes=2, limit=limit)
     assert says in str(error.value) and str(error.value).startswith("rank ")
-    assert time.monotonic() - start < 45
+    assert time.monotonic() - start < 150  # well before the sleep and the limit of the other rank would end
 
 
 def test_launch_refuses_what_cannot_be_started(monkeypatch):
@@ -168,7 +168,7 @@ def test_compare_starts_its_ranks_and_prints_their_traffic(tmp_path):
     ]
     flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "COLUMNS": "120"}
     command += [*sizes, "--impl", "xla_ep", "--ranks-per-node", "2", "--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | flags, timeout=180, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | flags, timeout=400, check=False)
     assert done.returncode == 0, done.stderr
     assert "traffic of one dispatch, 4 ranks, 2 a node" in done.stdout and "x the mean rows" in done.stdout
     moved = json.loads(out.read_text())["cases"][0]["traffic"]
