@@ -16,8 +16,8 @@ from .permute import permute, unpermute
 def experts(problem: Problem, params: Params, x: Float[Array, "T D"], routing: Routing) -> Float[Array, "T D"]:
     """Runs the routed experts: y_t = sum_k w_tk * (act(x_t @ wi_e + b_e) @ wo_e + c_e), e = idx_tk.
 
-    With early placement w_tk multiplies h before wo, and c_e, which h does not carry. Products, biased outputs and h are
-    rounded to the storage dtype; the activation, the weighting and the sum over k are float32.
+    With early placement w_tk multiplies h before wo, and c_e, which h does not carry. Products, biased outputs and h
+    are rounded to the storage dtype; the activation, the weighting and the sum over k are float32.
     """
     return experts_of(permute=permute, grouped_gemm=grouped_gemm, unpermute=unpermute)(problem, params, x, routing)
 
