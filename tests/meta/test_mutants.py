@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from dropless.parity import complete, get
+from dropless.parity import complete, get, running
 from dropless.parity.kill import PLAIN, RICH, SEEDS, Matrix, kill_matrix
 from dropless.parity.laws import LAWS, laws_named
 from dropless.parity.mutants import MUTANTS, mutants_named
@@ -25,8 +25,9 @@ def test_every_mutant_is_killed_by_the_law_it_names_at_three_seeds(fault):
 
 
 @pytest.mark.parametrize("name", [m.name for m in MUTANTS if m.ordinary and "experts" in m.stages and not m.raises])
-def test_a_mutant_is_right_on_balanced_routing(name):
+def test_a_mutant_is_right_on_balanced_routing(name, monkeypatch):
     """T*K/E = 8 rows an expert, ascending ids, no empty slot: what a test with one comfortable batch would see."""
+    monkeypatch.setattr(running, "OPTIONS", running.QUICK_COMPILE)
     (mutant,) = mutants_named([name])
     base = np.arange(PLAIN.T * PLAIN.K).reshape(PLAIN.T, PLAIN.K) % PLAIN.E
     spec = CaseSpec(PLAIN, 0, freeze(np.sort(base, axis=1)))
