@@ -41,7 +41,10 @@ def compare(
     save_trace: Annotated[Path | None, typer.Option(help="Write the compared routing here, for --trace.")] = None,
     x: o.X = None,
     dtype: o.DTYPE = None,
-    precision: o.PRECISION = "highest",
+    precision: o.PRECISIONS = "highest",
+    sensitivity: Annotated[
+        bool, typer.Option(help="With a list of precisions: what quantising each operand alone costs.")
+    ] = False,
     ep: o.EP = None,
     ranks_per_node: o.RANKS_PER_NODE = None,
     coordinator: o.COORDINATOR = None,
@@ -62,7 +65,14 @@ def compare(
     from .workload import Request, build
 
     asked = {k: v for k, v in locals().items() if k in o.RECORDED and v not in (None, [], ())}
-    target = o.record_path(out_, "dropless")
+    from . import precisions
+
+    names = precisions.several(precision)
+    if sensitivity and not names:
+        raise InvalidInput(f"--sensitivity is given with --precision {precision}; accepted: a list that names a recipe")
+    if names and (out_ or ep):
+        raise InvalidInput(f"--precision {precision} is given with --out or --ep; accepted: one device, and no record")
+    target = None if names else o.record_path(out_, "dropless")
     o.check_writable(save_trace)
     with launch.joined(coordinator, processes, process, limit) as several:
         o.start_devices(ep, (processes or ep or 1) if several else 1)
@@ -84,11 +94,18 @@ def compare(
                 trace=trace,
                 x=x,
                 dtype=dtype,
-                precision=precision,
+                precision="highest" if names else precision,
                 ep=ep,
                 seed=seed,
             )
         )
+        if names:
+            # Emulation costs a compilation for each, so the usual run is of one implementation.
+            chosen = o.implementations(impl or ["blocked"])
+            within = precisions.compare_precisions(
+                workload.cases[0], names, chosen, timed=timing, sensitivity=sensitivity
+            )
+            return 0 if within else 1
         moved = _traffic(workload, ep, ranks_per_node)
         implementations = o.implementations(impl, ep)
         if workload.nan_rows and grad:

@@ -18,7 +18,7 @@ from .interface import Implementation, Support
 from .mutant import Mutant, reference
 from .problem import Problem
 
-Patch = Callable[[ModuleType], None]
+Patch = Callable[[Any], None]
 
 
 def quantised(law: str, recipe: str, side: str = "reference") -> Callable[[Patch], Mutant]:
@@ -34,7 +34,7 @@ def quantised(law: str, recipe: str, side: str = "reference") -> Callable[[Patch
 
 
 @quantised("exact-quantised", "fp8-current")
-def kernel_scale_of_the_next_expert(recipes: ModuleType) -> None:
+def kernel_scale_of_the_next_expert(recipes: Any) -> None:
     """Each expert's kernel is read with the scale of the expert after it."""
     fp8 = recipes.fp8
 
@@ -46,7 +46,7 @@ def kernel_scale_of_the_next_expert(recipes: ModuleType) -> None:
 
 
 @quantised("exact-quantised", "mxfp8", "xla")
-def kernel_scales_one_expert_late(recipes: ModuleType) -> None:
+def kernel_scales_one_expert_late(recipes: Any) -> None:
     """The table of E8M0 bytes is read one expert late, so that expert e is scaled as expert e - 1."""
     honest = recipes.represent_kernels
 
@@ -58,7 +58,7 @@ def kernel_scales_one_expert_late(recipes: ModuleType) -> None:
 
 
 @quantised("quantised-finite", "mxfp8")
-def last_partial_block_reads_scale_padding(recipes: ModuleType) -> None:
+def last_partial_block_reads_scale_padding(recipes: Any) -> None:
     """Rows of an expert's last block read the scale one past the last block in use: padding, whose byte is NaN."""
     mxfp8 = _copy_of(recipes.mxfp8)
     honest = mxfp8.dequantize
@@ -75,7 +75,7 @@ def last_partial_block_reads_scale_padding(recipes: ModuleType) -> None:
 
 
 @quantised("quantised-finite", "fp8-block")
-def padding_scales_multiplied_by_zero(recipes: ModuleType) -> None:
+def padding_scales_multiplied_by_zero(recipes: Any) -> None:
     """Rows beyond the groups are dequantised with their padding scale and then multiplied by 0, and 0 times NaN is NaN."""
     fp8 = _copy_of(recipes.fp8)
     honest = fp8.dequantize_blocks
@@ -88,7 +88,7 @@ def padding_scales_multiplied_by_zero(recipes: ModuleType) -> None:
 
 
 @quantised("quantised-boundaries", "mxfp8")
-def block_across_a_boundary(recipes: ModuleType) -> None:
+def block_across_a_boundary(recipes: Any) -> None:
     """Column-wise blocks count from row 0 of the buffer, so one block holds the rows of two experts."""
     honest = recipes.represent
 
@@ -99,7 +99,7 @@ def block_across_a_boundary(recipes: ModuleType) -> None:
 
 
 @quantised("quantised-boundaries", "fp8-current", "xla")
-def one_scale_for_all_experts(recipes: ModuleType) -> None:
+def one_scale_for_all_experts(recipes: Any) -> None:
     """All experts' rows share one scale, which the largest of them sets."""
     honest = recipes.represent
 
@@ -110,7 +110,7 @@ def one_scale_for_all_experts(recipes: ModuleType) -> None:
 
 
 @quantised("quantised-finite", "fp8-current")
-def zero_amax_divides(recipes: ModuleType) -> None:
+def zero_amax_divides(recipes: Any) -> None:
     """largest / amax is taken of an amax of 0 too: the scale is infinite, and 0 times it is NaN."""
     fp8 = _copy_of(recipes.fp8)
     fp8.encode_of = lambda amax, element: jnp.float32(element.largest) / amax
@@ -118,14 +118,14 @@ def zero_amax_divides(recipes: ModuleType) -> None:
 
 
 @quantised("quantised-finite", "mxfp8", "xla")
-def zero_block_divides_by_its_scale(recipes: ModuleType) -> None:
+def zero_block_divides_by_its_scale(recipes: Any) -> None:
     """An all-zero block has scale 0 instead of one that is never used."""
     honest = recipes._mx_scale
     recipes._mx_scale = lambda amax, element: jnp.where(amax > 0, honest(amax, element), 0.0)
 
 
 @quantised("quantised-finite", "fp8-delayed")
-def cast_without_saturation(recipes: ModuleType) -> None:
+def cast_without_saturation(recipes: Any) -> None:
     """Values beyond the largest number are cast as they are: e4m3 has no infinity, so they become NaN."""
     fp8 = _copy_of(recipes.fp8)
     fp8.cast = lambda x, element: x.astype(element.dtype)
@@ -133,7 +133,7 @@ def cast_without_saturation(recipes: ModuleType) -> None:
 
 
 @quantised("quantised-finite", "mxfp8", "xla")
-def scale_rounded_down_without_saturation(recipes: ModuleType) -> None:
+def scale_rounded_down_without_saturation(recipes: Any) -> None:
     """The exponent is rounded down as in the OCP rule, but the values that this leaves beyond the range are not clipped."""
     honest = recipes._mx_scale
 
@@ -146,7 +146,7 @@ def scale_rounded_down_without_saturation(recipes: ModuleType) -> None:
 
 
 @quantised("exact-quantised", "mxfp8")
-def kernel_scales_transposed(recipes: ModuleType) -> None:
+def kernel_scales_transposed(recipes: Any) -> None:
     """A square kernel is read with the transposed block scales of the copy that was quantised along its other axis."""
     mxfp8 = recipes.mxfp8
 
@@ -159,7 +159,7 @@ def kernel_scales_transposed(recipes: ModuleType) -> None:
 
 
 @quantised("exact-quantised", "nvfp4", "xla")
-def block_scales_of_the_neighbouring_column(recipes: ModuleType) -> None:
+def block_scales_of_the_neighbouring_column(recipes: Any) -> None:
     """Four-bit values are multiplied by the block scale of the column before their own."""
 
     honest = recipes._two_scales
@@ -172,13 +172,13 @@ def block_scales_of_the_neighbouring_column(recipes: ModuleType) -> None:
 
 
 @quantised("exact-quantised", "fp8-current")
-def one_experts_scale_doubled(recipes: ModuleType) -> None:
+def one_experts_scale_doubled(recipes: Any) -> None:
     """Expert 3's kernel is read with a scale of twice its own."""
     _scaled(recipes, "represent_kernels", lambda k: jnp.where(jnp.arange(k.shape[0]) == 3, 2.0, 1.0)[:, None, None])
 
 
 @quantised("exact-quantised", "mxfp8", "xla")
-def one_experts_byte_too_small(recipes: ModuleType) -> None:
+def one_experts_byte_too_small(recipes: Any) -> None:
     """The E8M0 bytes of the last expert are one too small, as when a byte is taken before it was rounded up."""
     _scaled(
         recipes,
@@ -188,19 +188,19 @@ def one_experts_byte_too_small(recipes: ModuleType) -> None:
 
 
 @quantised("quantised-columns", "mxfp8")
-def column_copy_along_the_wrong_axis(recipes: ModuleType) -> None:
+def column_copy_along_the_wrong_axis(recipes: Any) -> None:
     """The copy that feeds the weight gradient is quantised along the columns, like the other one."""
     _row_wise(recipes, ("activation", "gradient"))
 
 
 @quantised("quantised-columns", "mxfp8", "xla")
-def activations_have_one_copy(recipes: ModuleType) -> None:
+def activations_have_one_copy(recipes: Any) -> None:
     """Activations keep only their row-wise copy, which the weight gradient reads too."""
     _row_wise(recipes, ("activation",))
 
 
 @quantised("quantised-columns", "fp8-block", "xla")
-def gradients_have_one_copy(recipes: ModuleType) -> None:
+def gradients_have_one_copy(recipes: Any) -> None:
     """Gradients keep only their row-wise copy, which the weight gradient reads too."""
     _row_wise(recipes, ("gradient",))
 
@@ -208,12 +208,12 @@ def gradients_have_one_copy(recipes: ModuleType) -> None:
 MUTANTS: tuple[Mutant, ...] = tuple(m for m in list(globals().values()) if isinstance(m, Mutant))
 
 
-def _scaled(recipes: ModuleType, name: str, factor: Callable[[Any], Any]) -> None:
+def _scaled(recipes: Any, name: str, factor: Callable[[Any], Any]) -> None:
     honest = getattr(recipes, name)
     setattr(recipes, name, lambda recipe, kernels, axis: honest(recipe, kernels, axis) * factor(kernels))
 
 
-def _row_wise(recipes: ModuleType, roles: tuple[str, ...]) -> None:
+def _row_wise(recipes: Any, roles: tuple[str, ...]) -> None:
     honest = recipes.represent
 
     def represent(recipe, rows, axis, role, group_sizes):
@@ -258,7 +258,7 @@ def _dense_gemm(rows: Any, kernels: Any, group_sizes: Any) -> Any:
     return jnp.einsum("pea,eab->pb", spread, kernels, precision="highest", preferred_element_type=jnp.float32)
 
 
-def _copy_of(module: ModuleType) -> ModuleType:
+def _copy_of(module: ModuleType) -> Any:
     """A second module from the same file: what is replaced in it stays honest everywhere else."""
     spec = importlib.util.find_spec(module.__name__)
     if spec is None or spec.loader is None:

@@ -36,6 +36,13 @@ TRACE = Annotated[Path | None, typer.Option(help="An .npz with topk_idx and topk
 X = Annotated[Path | None, typer.Option("--x", help="An .npy with tokens [T, D].")]
 DTYPE = Annotated[str | None, typer.Option(help="bfloat16, float16 or float32. [default: float32, bfloat16 on a GPU]")]
 PRECISION = Annotated[str, typer.Option(help="Of float32 products: highest or tf32.")]
+PRECISIONS = Annotated[
+    str,
+    typer.Option(
+        help="Of float32 products: highest or tf32. Or a list, to see them side by side: fp32, bf16, fp16, fp8-current, "
+        "fp8-delayed, fp8-block, mxfp8, nvfp4."
+    ),
+]
 EP = Annotated[int | None, typer.Option(help="Expert-parallel ranks; virtual devices without a GPU.")]
 RANKS_PER_NODE = Annotated[
     int | None, typer.Option(help="Expert-parallel ranks of one node, for the traffic. [default: 8, or all]")

@@ -38,7 +38,8 @@ class Operands:
         """
         if not self.per_tensor:
             return None, None
-        xp, spec = np if isinstance(x, np.ndarray) else jnp, self.problem.experts
+        xp: Any = np if isinstance(x, np.ndarray) else jnp
+        spec = self.problem.experts
         x = xp.where(xp.isfinite(x), x, 0.0)
         reach = xp.sqrt((x * x).sum(-1).max()) * xp.sqrt((wi * wi).sum(0).max())
         reach = reach if wi_bias is None else reach + abs(wi_bias).max()
@@ -62,7 +63,7 @@ class Operands:
 
 def _amax(a: Any, block: int, axis: int) -> Any:
     """The largest magnitude of each element's block along `axis`; block 0 is the whole array."""
-    xp = np if isinstance(a, np.ndarray) else jnp
+    xp: Any = np if isinstance(a, np.ndarray) else jnp
     size = abs(xp.moveaxis(a, axis, -1))
     n = size.shape[-1]
     if block == 0:

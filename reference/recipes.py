@@ -30,13 +30,18 @@ from . import fp8, mxfp8, nvfp4
 Role = Literal["activation", "kernel", "gradient"]
 
 
-def grouped_gemm_of(recipe: str, grouped_gemm: Callable) -> Callable:
+ROLES: tuple[Role, ...] = ("activation", "kernel", "gradient")
+
+
+def grouped_gemm_of(recipe: str, grouped_gemm: Callable, *, roles: tuple[Role, ...] = ROLES) -> Callable:
     """A grouped GEMM whose operands are quantised by `recipe`, forward and backward, around a given float32 one.
 
     Same contract as the stage: contiguous blocks from row 0, an empty block's kernel gradient exactly 0, rows beyond the
     blocks never matter. Results are rounded once to the operands' dtype. Rounding is transparent to gradients
-    (straight-through), as in the layers it stands for.
+    (straight-through), as in the layers it stands for. Operands whose role is not in `roles` stay as they are: what one
+    of them costs alone can then be seen.
     """
+    of = {role: recipe if role in roles else "none" for role in ROLES}
 
     @jax.custom_vjp
     def quantised(
@@ -45,16 +50,16 @@ def grouped_gemm_of(recipe: str, grouped_gemm: Callable) -> Callable:
         return forward(rows, kernels, group_sizes)[0]
 
     def forward(rows: Array, kernels: Array, group_sizes: Array) -> tuple[Array, tuple[Array, Array, Array]]:
-        lhs = represent(recipe, rows, 1, "activation", group_sizes)
-        rhs = represent_kernels(recipe, kernels, 1)
+        lhs = represent(of["activation"], rows, 1, "activation", group_sizes)
+        rhs = represent_kernels(of["kernel"], kernels, 1)
         return grouped_gemm(lhs, rhs, group_sizes).astype(rows.dtype), (rows, kernels, group_sizes)
 
     def backward(saved: tuple[Array, Array, Array], d: Array) -> tuple[Array, Array, None]:
         rows, kernels, group_sizes = saved
-        d_wise = represent(recipe, d, 1, "gradient", group_sizes)
-        d_columns = represent(recipe, d, 0, "gradient", group_sizes)
-        rows_columns = represent(recipe, rows, 0, "activation", group_sizes)
-        kernels_other = represent_kernels(recipe, kernels, 2)
+        d_wise = represent(of["gradient"], d, 1, "gradient", group_sizes)
+        d_columns = represent(of["gradient"], d, 0, "gradient", group_sizes)
+        rows_columns = represent(of["activation"], rows, 0, "activation", group_sizes)
+        kernels_other = represent_kernels(of["kernel"], kernels, 2)
         # The product is linear in each operand, so its own gradients are the two backward products.
         _, rows_vjp = jax.vjp(lambda r: grouped_gemm(r, kernels_other, group_sizes), rows.astype(jnp.float32))
         _, kernels_vjp = jax.vjp(lambda k: grouped_gemm(rows_columns, k, group_sizes), kernels.astype(jnp.float32))

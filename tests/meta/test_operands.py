@@ -1,7 +1,4 @@
-"""Quantised operands in the gauge: the table is true of every code, both oracles agree, honest layers stay below the bar."""
-
-import json
-from pathlib import Path
+"""Quantised operands in the gauge: the table is true of every code, and both oracles agree."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -70,12 +67,3 @@ def test_both_oracles_have_the_same_value_and_the_same_gauge(recipe):
         assert (j.value == exact[name].value).all(), name
         assert (abs(j.gauge - np.asarray(other.gauge)) <= scale * abs(j.gauge)).all(), name
         assert (j.gauge >= exact[name].gauge).all() and (j.gauge > exact[name].gauge).any(), name
-
-
-def test_recorded_calibration_is_within_sixty_percent_of_the_bars():
-    record = json.loads((Path(__file__).parent / "recorded" / "gauge_quantised.json").read_text())
-    assert set(record["recipes"]) == {line.name for line in QUANTISED}
-    for recipe, part in record["recipes"].items():
-        for tensor, lines in part["tensors"].items():
-            assert max(lines["element"]) <= 60, (recipe, tensor)
-            assert max(lines.get("row", [0])) <= 100, (recipe, tensor)
