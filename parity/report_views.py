@@ -168,5 +168,11 @@ def guard_rates(records: Sequence[Record]) -> list[str]:
                     f"{100 * trial['count'] / trial['runs']:.2f} %",
                 ]
             )
-    machines = "; ".join(dict.fromkeys(describe(r.environment) for r in records))
-    return [*table(["", "runs", "alarms", "share"], rows), "", f"Measured on {machines}."]
+    lines = [*table(["", "guards played", "alarms", "share"], rows), ""]
+    for r in records:
+        load = f", load average {r.extra['load']:.0f}" if "load" in r.extra else ""
+        slow = ", ".join(f"{stage} {factor:.2f} x" for stage, factor in r.extra.get("measured slowdown", {}).items())
+        lines.append(
+            f"{r.extra.get('real runs', 0)} real runs on {describe(r.environment)}{load}. Slowdown as measured: {slow}."
+        )
+    return lines

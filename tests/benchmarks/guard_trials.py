@@ -11,6 +11,7 @@ confirmations: for n runs that is n (n - 3) guards, of which at least n / 4 shar
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -52,6 +53,7 @@ def collect(path: Path, runs: int) -> None:
         for (what, name), call in calls.items():
             times[what][name] = {"wall": list(call.wall_s), "cpu": list(call.cpu_s)}
         whole["runs"].append(times)
+        whole.setdefault("load", []).append(os.getloadavg()[0])
         path.write_text(json.dumps(whole))
     print(f"{len(whole['runs'])} runs, {group_sizes(workload.cases[0]).sum()} rows")
 
@@ -100,7 +102,8 @@ def play(runs: list, injected: str = "") -> tuple[int, int]:
 
 def judge(raw: Path, target: Path) -> None:
     """Writes the rates as a record."""
-    runs = json.loads(raw.read_text())["runs"]
+    whole = json.loads(raw.read_text())
+    runs = whole["runs"]
     trials = []
     for what, injected in (("nothing changed", ""), *((f"{s} 1.25 x the work", s) for s in INJECTED)):
         played, alarmed = play(runs, injected)
@@ -115,7 +118,9 @@ def judge(raw: Path, target: Path) -> None:
         ]
         slow[stage] = float(np.median(ratios))
     record = records.new_record("guard", command={"preset": PRESET, "runs": len(runs)})
-    record.extra = {"trials": trials, "measured slowdown": slow}
+    record.extra = {"trials": trials, "measured slowdown": slow, "real runs": len(runs)}
+    if whole.get("load"):
+        record.extra["load"] = float(np.median(whole["load"]))
     records.write(target, record)
     print(json.dumps(record.extra, indent=1))
 
