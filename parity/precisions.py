@@ -27,6 +27,9 @@ NAMES = (*STORAGE, *(r for r in RECIPES if r != "none"))
 TENSORS = ("y", "x", "topk_weights", "wi", "wo")
 ROLES = ("activation", "kernel", "gradient")
 
+_SHORT = {"y": "y", "x": "dx", "topk_weights": "dweights", "wi": "dwi", "wo": "dwo"}
+"""Column heads: y, then gradients."""
+
 _BITS = {"e4m3": 8, "e5m2": 8, "e2m1": 4}
 _SCALE_BYTES = {"mxfp8": 1, "nvfp4": 1, "fp8-block": 4, "fp8-current": 4, "fp8-delayed": 4}
 
@@ -199,7 +202,7 @@ def _stored(problem: Problem) -> Any:
 
 
 def _print(problem: Problem, measured: Sequence[Measured]) -> None:
-    heads = ("precision", "implementation", "of bar", *(f"error {t}" for t in TENSORS), "operands", "fwd + bwd")
+    heads = ("precision", "by", "of bar", *_SHORT.values(), "operands", "fwd + bwd")
     rows = table(
         *heads,
         title=f"Experts: {problem.T} tokens, D {problem.D}, F {problem.F}, {problem.E} experts, top-{problem.K}",
@@ -214,7 +217,8 @@ def _print(problem: Problem, measured: Sequence[Measured]) -> None:
         rows.add_row(m.name, m.implementation, percent(m.percent_of_bar), *errors, size(m.operand_bytes), took)
     out().print(rows)
     out().print(
-        "Error: RMS against float64, relative to the tensor's own. Recipes are emulated: their time is the emulation's.",
+        "y and gradients: RMS error against float64, relative to the tensor's own RMS. Recipes are emulated: their time is "
+        "the emulation's.",
         style="dim",
     )
 
@@ -225,7 +229,7 @@ def _print_sensitivity(case: Case, recipes: Sequence[str]) -> None:
             "--sensitivity is given but --precision names no recipe; accepted: one of " + ", ".join(NAMES[3:])
         )
     rows = table(
-        "recipe", "quantised", *(f"error {t}" for t in TENSORS), title="What each operand costs", numbers=TENSORS
+        "recipe", "quantised", *_SHORT.values(), title="What each operand costs", numbers=tuple(_SHORT.values())
     )
     for recipe in recipes:
         for label, errors in sensitivity_of(case, recipe).items():
