@@ -72,7 +72,7 @@ def compare(
         raise InvalidInput(f"--sensitivity is given with --precision {precision}; accepted: a list that names a recipe")
     if names and (out_ or ep):
         raise InvalidInput(f"--precision {precision} is given with --out or --ep; accepted: one device, and no record")
-    target = None if names else o.record_path(out_, "dropless")
+    target = o.record_path(out_, "dropless")  # with a list of precisions nothing is written there
     o.check_writable(save_trace)
     with launch.joined(coordinator, processes, process, limit) as several:
         o.start_devices(ep, (processes or ep or 1) if several else 1)

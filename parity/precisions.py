@@ -202,7 +202,7 @@ def _stored(problem: Problem) -> Any:
 
 
 def _print(problem: Problem, measured: Sequence[Measured]) -> None:
-    heads = ("precision", "by", "of bar", *_SHORT.values(), "operands", "fwd + bwd")
+    heads = ("experts in", "by", "of bar", *_SHORT.values(), "operands", "fwd + bwd")
     rows = table(
         *heads,
         title=f"Experts: {problem.T} tokens, D {problem.D}, F {problem.F}, {problem.E} experts, top-{problem.K}",

@@ -15,7 +15,6 @@ from dropless.parity.precisions import (
 )
 from dropless.parity.precisions import _oracle as exact_of
 from dropless.parity.problem import InvalidInput, Problem
-from dropless.parity.terminal import out
 from typer.testing import CliRunner
 
 SMALL = Problem(T=12, K=2, E=3, D=64, F=32)
@@ -62,7 +61,7 @@ def test_every_name_is_a_problem_and_keeps_the_routing():
         assert at.problem.recipe == (name if "fp8" in name or "fp4" in name else "none")
 
 
-def test_a_recipe_is_shown_beside_bfloat16_within_its_bars_and_errs_more():
+def test_a_recipe_is_shown_beside_bfloat16_within_its_bars_and_errs_more(capsys):
     case = make_case(SMALL, seed=1)
     found = {}
     for name in ("bf16", "mxfp8"):
@@ -71,9 +70,9 @@ def test_a_recipe_is_shown_beside_bfloat16_within_its_bars_and_errs_more():
     assert all(m.percent_of_bar is not None and m.percent_of_bar <= 60 for m in found.values())
     assert found["mxfp8"].error["y"] > 3 * found["bf16"].error["y"]
     assert found["mxfp8"].operand_bytes < found["bf16"].operand_bytes
-    with out().capture() as shown:
-        assert compare_precisions(case, ["bf16"], [complete(get("blocked"))], timed=False)
-    assert "bf16" in shown.get() and "blocked" in shown.get()
+    assert compare_precisions(case, ["bf16"], [complete(get("blocked"))], timed=False)
+    shown = capsys.readouterr().out
+    assert "bf16" in shown and "blocked" in shown
 
 
 def test_sensitivity_separates_operands():
