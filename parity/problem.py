@@ -214,7 +214,9 @@ class Params:
         """The leaf called `name`; raises InvalidInput when it is absent."""
         leaf = getattr(self, name)
         if leaf is None:
-            raise InvalidInput(f"params.{name} is None; the problem asks for it: accepted: an array, or a problem without it")
+            raise InvalidInput(
+                f"params.{name} is None; the problem asks for it: accepted: an array, or a problem without it"
+            )
         return leaf
 
     def named(self) -> dict[str, Array]:

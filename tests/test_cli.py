@@ -114,7 +114,12 @@ def raises(problem, params, x, routing):
 @pytest.mark.parametrize(
     ("target", "dtype"),
     # At 8 columns 1 % lies within bfloat16's own rounding, so no judge could tell.
-    [("one_percent_off", "float32"), ("loses_a_token", "float32"), ("loses_a_token", "bfloat16"), ("raises", "float32")],
+    [
+        ("one_percent_off", "float32"),
+        ("loses_a_token", "float32"),
+        ("loses_a_token", "bfloat16"),
+        ("raises", "float32"),
+    ],
 )
 def test_wrong_layers_disagree_and_are_never_timed(target, dtype):
     arguments = ["--impl", f"{__name__}:{target}", "--dtype", dtype, "--no-grad", "--out", "r.json"]
