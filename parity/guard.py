@@ -30,6 +30,9 @@ TICK = 1e-7
 BLOCKS = 5
 """Stretches of a run whose medians are compared with each other."""
 
+RUN_NOISE = 0.05
+"""Log shift between two runs of the same program that no spread inside a run tells of: memory placement, what else runs."""
+
 CONFIRMATIONS = 2
 """Further measurements that must agree before a suspicion is an alarm."""
 
@@ -71,8 +74,8 @@ class Shift:
 
 
 def bar(noise: float) -> float:
-    """Smallest suspicious log shift: 10 %, or three standard errors when that is more."""
-    return max(LEAST_SHIFT, NOISE_FACTOR * noise)
+    """Smallest suspicious log shift: 10 %, or three standard errors, those between runs included, when that is more."""
+    return max(LEAST_SHIFT, NOISE_FACTOR * math.hypot(noise, RUN_NOISE))
 
 
 CLOCKS = ("time", "cpu")

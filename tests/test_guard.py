@@ -12,7 +12,7 @@ WHATS = ("permute forward", "grouped_gemm forward", "experts forward", "experts 
 
 
 def run(
-    seed: int, *, noise: float = 0.05, slower: dict[str, float] | None = None, rounds: int = 12
+    seed: int, *, noise: float = 0.05, slower: dict[str, float] | None = None, rounds: int = 40
 ) -> records.CaseRecord:
     """A measured case as a noisy machine gives it: slow rounds meet every call, and each call has its own spread."""
     rng = np.random.default_rng(seed)
