@@ -71,8 +71,9 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
             print(f"dropless: {' '.join(str(error).split())}", file=sys.stderr)
             raise typer.Exit(2) from None
         except KeyboardInterrupt:
-            print("dropless: interrupted; nothing was written", file=sys.stderr)
-            raise typer.Exit(130) from None
+            print("dropless: interrupted; nothing was written", file=sys.stderr, flush=True)
+            # At once: a compilation that still runs in XLA's threads brings an orderly shutdown down with a signal.
+            os._exit(130)
         except BrokenPipeError:  # the reader (head, less) is gone; Python would complain again while closing stdout
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(0) from None

@@ -25,11 +25,11 @@ class Operands:
         found = operand(self.recipe, product, role)
         if found is None:
             return None
-        relative = found.u**2 * a * a
-        if found.block is None:
-            return relative + found.floor**2 * (a != 0)
-        amax = _amax(a, found.block, axis) if amax is None else amax
-        return relative + (found.floor * amax) ** 2 * (a != 0)
+        xp: Any = np if isinstance(a, np.ndarray) else jnp
+        floor = found.floor
+        if found.block is not None:
+            floor = floor * (_amax(a, found.block, axis) if amax is None else amax)
+        return found.u**2 * a * a + xp.where(a != 0, floor**2, 0.0)
 
     def largest(self, x: Any, wi: Any, wi_bias: Any) -> tuple[Any, Any]:
         """Bounds of |x| and |h| over all tokens of one expert, by Cauchy and Schwarz; rows that are not finite go nowhere.

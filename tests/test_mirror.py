@@ -16,13 +16,18 @@ PAIRS = [
 
 
 def _functions(path: Path) -> list[tuple[str, str]]:
-    """(name, parameters) of the public functions that a file defines, in order; annotations may differ."""
+    """(name, parameters) of the public functions that a file defines, in order.
+
+    Annotations may differ, and so may options of what is no stage.
+    """
     found = []
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
             for argument in ast.walk(node.args):
                 if isinstance(argument, ast.arg):
                     argument.annotation = None
+            if node.name not in STAGES:
+                node.args.kwonlyargs, node.args.kw_defaults = [], []
             found.append((node.name, ast.unparse(node.args)))
     return found
 
