@@ -202,24 +202,22 @@ def _stored(problem: Problem) -> Any:
 
 
 def _print(problem: Problem, measured: Sequence[Measured]) -> None:
-    heads = ("experts in", "by", "of bar", *_SHORT.values(), "operands", "fwd + bwd")
-    rows = table(
-        *heads,
-        title=f"Experts: {problem.T} tokens, D {problem.D}, F {problem.F}, {problem.E} experts, top-{problem.K}",
-        numbers=heads[2:],
-    )
+    costs = ("of bar", "operands", "fwd + bwd")
+    title = f"Experts: {problem.T} tokens, D {problem.D}, F {problem.F}, {problem.E} experts, top-{problem.K}"
+    # Two tables: in one, 80 columns leave no room for the names.
+    summary = table("experts in", "by", *costs, title=title, numbers=costs)
+    errors = table("experts in", *_SHORT.values(), title="RMS error against float64", numbers=tuple(_SHORT.values()))
     for m in measured:
         if m.reason:
-            rows.add_row(m.name, m.implementation, m.reason)
+            summary.add_row(m.name, m.implementation, m.reason)
             continue
-        errors = (f"{m.error[t]:.2g}" for t in TENSORS)
         took = "" if m.seconds is None else seconds(m.seconds)
-        rows.add_row(m.name, m.implementation, percent(m.percent_of_bar), *errors, size(m.operand_bytes), took)
-    out().print(rows)
+        summary.add_row(m.name, m.implementation, percent(m.percent_of_bar), size(m.operand_bytes), took)
+        errors.add_row(f"{m.name}, {m.implementation}", *(f"{m.error[t]:.2g}" for t in TENSORS))
+    out().print(summary)
+    out().print(errors)
     out().print(
-        "y and gradients: RMS error against float64, relative to the tensor's own RMS. Recipes are emulated: their time is "
-        "the emulation's.",
-        style="dim",
+        "Errors are relative to the tensor's own RMS. Recipes are emulated: their time is the emulation's.", style="dim"
     )
 
 
