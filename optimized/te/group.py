@@ -119,7 +119,7 @@ def start(problem: Problem, *, capacity: int | None = None, drop_on_overflow: bo
 
     May be called while JAX traces: the start itself runs eagerly. All processes of a run must call it at the same
     point. With drop_on_overflow rows beyond a capacity below the worst case are dropped and counted, which
-    `te_ep.bounded` reads; without it NCCL EP ends the process. Raises InvalidInput for sizes that do not fit.
+    `te_ep.counted` returns; without it NCCL EP ends the process. Raises InvalidInput for sizes that do not fit.
     """
     wanted = signature_of(problem, capacity)
     with _STATE.lock:
