@@ -211,8 +211,11 @@ def test_an_unreadable_or_tampered_record_is_refused():
 
 @pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
 def test_an_interrupt_is_clean(tmp_path):
-    command = [sys.executable, "-m", "dropless.parity", "compare", "--tokens", "2048", "--out", "r.json"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # A test runner in the background may have SIGINT ignored, which a child inherits and Python then leaves alone.
+    heed = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    command = [sys.executable, "-c", heed + "from dropless.parity.cli import main; main()", "compare"]
+    command += ["--tokens", "2048", "--out", "r.json"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
     assert process.stderr is not None
     assert process.stderr.readline().strip()  # the first line of progress: work has begun
     time.sleep(0.2)

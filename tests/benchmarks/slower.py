@@ -9,16 +9,20 @@ import jax.numpy as jnp
 from dropless.parity import Implementation, Routing
 
 
-def slower(implementation: Implementation, stage: str) -> Implementation:
-    """The implementation with a quarter more work in one stage (grouped_gemm or experts) and the same result, bit for bit."""
+def slower(implementation: Implementation, stage: str, share: float) -> Implementation:
+    """The implementation with more work in one stage (grouped_gemm or experts) and the same result, bit for bit.
+
+    grouped_gemm multiplies `share` of the columns again, experts runs `share` of the tokens again. What that costs is to be
+    measured: a small product is slower per column than a large one.
+    """
     fn = implementation.stage(stage)
 
     def grouped_gemm(rows, kernels, group_sizes):
-        extra = fn(rows, kernels[:, :, : kernels.shape[2] // 4], group_sizes)
+        extra = fn(rows, kernels[:, :, : max(round(share * kernels.shape[2]), 1)], group_sizes)
         return _with(fn(rows, kernels, group_sizes), extra)
 
     def experts(problem, params, x, routing):
-        part = problem.replace(T=problem.T // 4)
+        part = problem.replace(T=max(round(share * problem.T), 1))
         few = Routing(routing.topk_idx[: part.T], routing.topk_weights[: part.T])
         return _with(fn(problem, params, x, routing), fn(part, params, x[: part.T], few))
 
