@@ -1,9 +1,15 @@
 """One strict JAX for every test: eight virtual CPU devices, no silent dtype promotion, and skips that say why."""
 
+import importlib.util
 import os
 
-# Before JAX initialises its backends, or the flag is ignored.
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+FLAGS = ["--xla_force_host_platform_device_count=8"]
+if importlib.util.find_spec("jax_plugins") is None:
+    # Compiling is what the tests wait for, and on a CPU two thirds of it is LLVM making tiny programs fast that run a few
+    # times. What a GPU runs is left as it is: its kernels are what is tested there.
+    FLAGS += ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
+# Before JAX initialises its backends, or the flags are ignored.
+os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS]).strip()
 
 import jax
 import pytest

@@ -1,7 +1,9 @@
 """Records: what is written is read back, and what is cut, edited, newer or impossible is refused in one line."""
 
 import json
+import re
 import shutil
+import socket
 from pathlib import Path
 
 import pytest
@@ -55,9 +57,8 @@ def test_not_finite_numbers_survive(record, tmp_path):
 
 
 def test_a_record_never_names_the_host(record):
-    import socket
-
-    assert socket.gethostname() not in json.dumps(records.encode(record))
+    # As a word: a host may be called "vm", which "llvm" holds.
+    assert not re.search(rf"\b{re.escape(socket.gethostname())}\b", json.dumps(records.encode(record)))
 
 
 @pytest.mark.parametrize(
