@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from . import running
 from .compare import Finding, same_bits
@@ -91,8 +91,11 @@ def ep_layer(implementation: Implementation, case: Case) -> list[Finding]:
 def ep_replicas(implementation: Implementation, case: Case) -> list[Finding]:
     """Every device that holds a copy of y or of a gradient holds the same bits."""
     spread = _largest(implementation, case)
-    devices = jax.devices()[: _mesh(spread).devices]
-    whole = NamedSharding(jax.sharding.Mesh(np.array(devices), "all"), PartitionSpec())
+    # On the problem's own mesh: JAX accepts one mesh in a program.
+    mesh = _mesh(spread)
+    grid = np.array(jax.devices()[: mesh.devices]).reshape([size for _, size in mesh.axes])
+    axes = {"axis_names": [n for n, _ in mesh.axes], "axis_types": (AxisType.Auto,) * len(mesh.axes)}
+    whole = NamedSharding(jax.sharding.Mesh(grid, **axes), PartitionSpec())
     fn, problem = implementation.stage("experts"), spread.problem
 
     @functools.partial(jax.jit, out_shardings=whole, compiler_options=running.OPTIONS or None)

@@ -99,10 +99,30 @@ def test_one_pass_between_the_products_is_the_plain_one(experts, F):
         _near(one, other)
 
 
+@pytest.mark.parametrize("filled", [0, 7, 11])
+def test_one_pass_takes_the_filled_rows_alone(filled):
+    """Beyond them inputs are NaN; the weight's gradient is 0 there, in the kernel and in its twin."""
+    P, F, experts = 11, 24, Experts()
+    beyond = np.arange(P)[:, None] >= filled
+    pre, d = (jnp.where(beyond, jnp.nan, _normal(i, (P, n * F))).astype("bfloat16") for i, n in ((0, 2), (1, 1)))
+    w, count = jnp.ones(P), jnp.asarray(filled)
+    act = partial(hidden.act, experts)
+    h = kernels.hidden(act, 2, pre, w, filled=count, interpret=True)
+    _near(h[:filled], hidden.hidden(experts, pre, w, filled=count)[:filled])
+    got = kernels.hidden_gradient(act, 2, pre, d, w, filled=count, interpret=True)
+    want = hidden.hidden_gradient(experts, pre, d, w, filled=count)
+    for one, other in zip(got, want, strict=True):
+        _near(one[:filled], other[:filled])
+    for dot in (got[2], want[2]):
+        _same("gradient of w beyond", dot[filled:], np.zeros(P - filled, np.float32))
+
+
 def _near(got, want):
     """Equal but for the last place of a bfloat16, which another order of float32 operations may turn."""
     got, want = (np.asarray(a).astype("bfloat16").astype(np.float64) for a in (got, want))
-    last_place = np.spacing(np.maximum(np.abs(want), np.abs(want).max() * 2.0**-8).astype(np.float32)) * 2.0**16
+    last_place = (
+        np.spacing(np.maximum(np.abs(want), np.abs(want).max(initial=0.0) * 2.0**-8).astype(np.float32)) * 2.0**16
+    )
     assert (np.abs(got - want) <= last_place).all()
 
 

@@ -30,6 +30,8 @@ MOST_TOKENS = 8192
 MOST_RANKS = 64
 LEAST_ROW = 16
 """Bytes of a token."""
+COMM_SMS = 0
+"""Multiprocessors that an exchange's kernels take; 0 is TE's own choice, 32."""
 
 
 @dataclass(frozen=True)
@@ -171,6 +173,7 @@ def _bootstrap(wanted: Signature, drop_on_overflow: bool) -> None:
             recv_capacity_per_rank=wanted.capacity,
             hidden_dim=wanted.D,
             max_token_dtype=jnp.bfloat16,
+            max_num_sms=COMM_SMS,
             drop_on_overflow=drop_on_overflow,
         )
     # TE's own block refuses to run before it is told what the group was started for.

@@ -22,10 +22,16 @@ def hidden(
     weight: Float[Array, " P"] | None = None,
     bias: Float[Array, "E I"] | None = None,
     expert: Int[Array, " P"] | None = None,
+    *,
+    filled: Int[Array, ""] | None = None,
 ) -> Float[Array, "P F"]:
-    """h = act(gate) * up, or act(pre), of pre + bias[expert]; times the row's weight if there is one. In pre's dtype."""
-    if _fused(experts) and pre.shape[1] >= (2 if experts.gated else 1) * kernels.WIDEST:
-        return kernels.hidden(partial(act, experts), 2 if experts.gated else 1, pre, weight, bias, expert)
+    """h = act(gate) * up, or act(pre), of pre + bias[expert]; times the row's weight if there is one. In pre's dtype.
+
+    Only the first `filled` rows, where that is given, are needed; the others are undefined.
+    """
+    parts = 2 if experts.gated else 1
+    if _fused(experts) and (filled is not None or pre.shape[1] >= parts * kernels.WIDEST):
+        return kernels.hidden(partial(act, experts), parts, pre, weight, bias, expert, filled=filled)
     h = act(experts, *_parts(experts, pre, bias, expert))
     return (h if weight is None else h * weight[:, None]).astype(pre.dtype)
 
@@ -37,19 +43,29 @@ def hidden_gradient(
     weight: Float[Array, " P"],
     bias: Float[Array, "E I"] | None = None,
     expert: Int[Array, " P"] | None = None,
+    *,
+    filled: Int[Array, ""] | None = None,
 ) -> tuple[Float[Array, "P F"], Float[Array, "P I"], Float[Array, " P"]]:
     """(w * h, gradient of pre, gradient of w) of w * h, where d is the cotangent of w * h.
+
+    From row `filled` on, where that is given, w's gradient is 0 and the other two are undefined.
 
     The weight multiplies here, F wide, instead of the rows of dy, D wide: dy @ wo.T needs no weight, and
     wo's gradient is (w * h).T @ dy.
     """
     if _fused(experts):
-        return kernels.hidden_gradient(partial(act, experts), 2 if experts.gated else 1, pre, d, weight, bias, expert)
+        parts = 2 if experts.gated else 1
+        return kernels.hidden_gradient(partial(act, experts), parts, pre, d, weight, bias, expert, filled=filled)
     h, pull = jax.vjp(partial(act, experts), *_parts(experts, pre, bias, expert))
     d = d.astype(jnp.float32)
     w = weight[:, None]
     d_pre = jnp.concatenate([part.astype(pre.dtype) for part in pull(w * d)], axis=1)
-    return (w * h).astype(pre.dtype), d_pre, jnp.sum(d * h, axis=1)
+    dot = jnp.sum(d * h, axis=1)
+    return (
+        (w * h).astype(pre.dtype),
+        d_pre,
+        dot if filled is None else jnp.where(jnp.arange(len(dot)) < filled, dot, 0.0),
+    )
 
 
 def act(experts: Experts, gate: Array, up: Array | None = None) -> Array:

@@ -110,23 +110,27 @@ def hidden(
     bias: Float[Array, "E I"] | None = None,
     expert: Int[Array, " P"] | None = None,
     *,
+    filled: Int[Array, ""] | None = None,
     interpret: bool = False,
 ) -> Float[Array, "P F"]:
-    """h = act(*the parts of pre + bias[expert]), times the row's weight if there is one."""
+    """h = act(*the parts of pre + bias[expert]), times the row's weight if there is one; rows from `filled` on stay unwritten."""
     pl, triton = _pallas()
     P, F = pre.shape[0], pre.shape[1] // parts
     C = chunk(F)
 
-    def kernel(pre_ref: Any, w_ref: Any, b_ref: Any, e_ref: Any, h_ref: Any) -> None:
+    def kernel(filled_ref: Any, pre_ref: Any, w_ref: Any, b_ref: Any, e_ref: Any, h_ref: Any) -> None:
         r = _backwards(pl, P)
-        for c in range(-(-F // C)):
-            cols = c * C + jnp.arange(C)
-            inside = cols < F
-            values = _parts(triton, pre_ref, b_ref, e_ref, bias is not None, r, parts, F, cols, inside)
-            h = act(*values)
-            triton.store(h_ref.at[r, cols], (h if weight is None else h * w_ref[r]).astype(pre.dtype), mask=inside)
 
-    args = (pre, *_or_nothing(weight, bias, expert, pre.dtype))
+        @pl.when(r < filled_ref[0])
+        def _() -> None:
+            for c in range(-(-F // C)):
+                cols = c * C + jnp.arange(C)
+                inside = cols < F
+                values = _parts(triton, pre_ref, b_ref, e_ref, bias is not None, r, parts, F, cols, inside)
+                h = act(*values)
+                triton.store(h_ref.at[r, cols], (h if weight is None else h * w_ref[r]).astype(pre.dtype), mask=inside)
+
+    args = (_count(filled, P), pre, *_or_nothing(weight, bias, expert, pre.dtype))
     return _call(kernel, jax.ShapeDtypeStruct((P, F), pre.dtype), (P,), args, interpret)
 
 
@@ -139,30 +143,49 @@ def hidden_gradient(
     bias: Float[Array, "E I"] | None = None,
     expert: Int[Array, " P"] | None = None,
     *,
+    filled: Int[Array, ""] | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "P F"], Float[Array, "P I"], Float[Array, " P"]]:
-    """(w * h, gradient of pre, gradient of w) in one pass, where h = act(*the parts of pre) and d is w * h's cotangent."""
+    """(w * h, gradient of pre, gradient of w) in one pass, where h = act(*the parts of pre) and d is w * h's cotangent.
+
+    From row `filled` on the gradient of w is 0 and the other two stay unwritten.
+    """
     pl, triton = _pallas()
     P, F = d.shape
     C = chunk(F)
 
     def kernel(
-        pre_ref: Any, d_ref: Any, w_ref: Any, b_ref: Any, e_ref: Any, h_ref: Any, dpre_ref: Any, dw_ref: Any
+        filled_ref: Any,
+        pre_ref: Any,
+        d_ref: Any,
+        w_ref: Any,
+        b_ref: Any,
+        e_ref: Any,
+        h_ref: Any,
+        dpre_ref: Any,
+        dw_ref: Any,
     ) -> None:
         r = _backwards(pl, P)
-        w = w_ref[r]
-        dot = jnp.zeros((C,), jnp.float32)
-        for c in range(-(-F // C)):
-            cols = c * C + jnp.arange(C)
-            inside = cols < F
-            values = _parts(triton, pre_ref, b_ref, e_ref, bias is not None, r, parts, F, cols, inside)
-            h, pull = jax.vjp(act, *values)
-            own = triton.load(d_ref.at[r, cols], mask=inside, other=0.0).astype(jnp.float32)
-            dot = dot + own * h
-            triton.store(h_ref.at[r, cols], (w * h).astype(pre.dtype), mask=inside)
-            for p, gradient in enumerate(pull(w * own)):
-                triton.store(dpre_ref.at[r, p * F + cols], gradient.astype(pre.dtype), mask=inside)
-        dw_ref[r] = jnp.sum(dot)
+
+        @pl.when(r < filled_ref[0])
+        def _() -> None:
+            w = w_ref[r]
+            dot = jnp.zeros((C,), jnp.float32)
+            for c in range(-(-F // C)):
+                cols = c * C + jnp.arange(C)
+                inside = cols < F
+                values = _parts(triton, pre_ref, b_ref, e_ref, bias is not None, r, parts, F, cols, inside)
+                h, pull = jax.vjp(act, *values)
+                own = triton.load(d_ref.at[r, cols], mask=inside, other=0.0).astype(jnp.float32)
+                dot = dot + own * h
+                triton.store(h_ref.at[r, cols], (w * h).astype(pre.dtype), mask=inside)
+                for p, gradient in enumerate(pull(w * own)):
+                    triton.store(dpre_ref.at[r, p * F + cols], gradient.astype(pre.dtype), mask=inside)
+            dw_ref[r] = jnp.sum(dot)
+
+        @pl.when(r >= filled_ref[0])
+        def _() -> None:
+            dw_ref[r] = 0.0
 
     out = [
         jax.ShapeDtypeStruct((P, F), pre.dtype),
@@ -170,7 +193,7 @@ def hidden_gradient(
         jax.ShapeDtypeStruct((P,), jnp.float32),
     ]
     w, b, e = _or_nothing(weight, bias, expert, pre.dtype)
-    h, d_pre, dw = _call(kernel, out, (P,), (pre, d, w, b, e), interpret)
+    h, d_pre, dw = _call(kernel, out, (P,), (_count(filled, P), pre, d, w, b, e), interpret)
     return h, d_pre, dw
 
 
@@ -255,6 +278,10 @@ def _parts(
 
     values = [read(pre, r, p * F + cols) for p in range(parts)]
     return [v + read(bias, expert[r], p * F + cols) for p, v in enumerate(values)] if biased else values
+
+
+def _count(filled: Array | None, rows: int) -> Array:
+    return jnp.full((1,), rows, jnp.int32) if filled is None else filled.astype(jnp.int32).reshape(1)
 
 
 def _or_nothing(weight: Array | None, bias: Array | None, expert: Array | None, dtype: Any) -> tuple[Array, ...]:

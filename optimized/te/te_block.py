@@ -17,8 +17,8 @@ from ...parity.interface import Implementation, Support, Unsupported
 from ...parity.placement import token_axes, token_ranks
 from ...parity.problem import Output, Params, Problem
 from ..xla.mesh import mesh_of
-from .exchange import on_ranks, split
 from .group import current, fits_in, limits, signature_of, start
+from .nccl_ep import on_ranks, split
 from .support import facts, selection, several
 
 ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu"}
@@ -46,7 +46,8 @@ def layer(
     (tokens,) = split(laid, x.reshape(W, problem.T // W, problem.D))
     args, kwargs = arguments(inspect.signature(moe), laid, params, group.capacity)
     out = moe(tokens, *args, **kwargs)
-    return Output((out[0] if isinstance(out, tuple) else out).reshape(problem.T, problem.D))
+    (y,) = split(laid, out[0] if isinstance(out, tuple) else out)  # or XLA gathers all of y inside TE's exchange
+    return Output(y.reshape(problem.T, problem.D))
 
 
 def arguments(

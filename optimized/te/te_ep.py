@@ -5,7 +5,8 @@ backward: dy -dispatch-> d -wo.T-> g -act-> (w h, d_pre, dw) -> d_wo, d_wi, d_pr
 
 Each arrow over ranks is one NCCL EP call by the same routing state. The routing weight multiplies between the products,
 F wide and in the pass that computes the activation, for both placements: they are equal in exact arithmetic, and no
-pass over the D-wide receive buffer is left. Saved: the inputs, the received rows, pre, and the routing state.
+pass over the D-wide receive buffer is left. The pass between the products takes the buffer's filled rows only. Saved:
+the inputs, the received rows and their weights, pre, and the routing state.
 """
 
 from __future__ import annotations
@@ -22,10 +23,22 @@ from ...parity.placement import token_axes, token_ranks
 from ...parity.problem import Params, Problem, Routing
 from ..xla.mesh import by_expert, by_token, device_mesh, mesh_of
 from . import rows as move
-from .exchange import config, ep_combine, ep_dispatch, group_sizes, on_ranks, split
-from .group import current, fits_in, limits, signature_of, start
+from .exchange import ep_combine, ep_dispatch
+from .group import ALIGN, current, fits_in, limits, signature_of, start
 from .grouped_gemm import kernel_gradient, product, transposed_product
 from .hidden import hidden, hidden_gradient
+from .nccl_ep import (
+    Made,
+    again,
+    combine,
+    combine_gradient,
+    dispatch,
+    dispatch_gradient,
+    group_sizes,
+    on_ranks,
+    prepare,
+    split,
+)
 from .routing import route
 from .support import facts, selection, several
 
@@ -68,34 +81,30 @@ def _experts(problem: Problem, kernels: tuple, x: Array, weights: Array, topk_id
 
 
 def _forward(problem: Problem, kernels: tuple, x: Array, weights: Array, topk_idx: Array) -> tuple[Any, Any]:
-    tex, cfg = _tex(), config(problem)
     wi, wo, wi_bias, wo_bias = kernels
-    padded, received, handle = tex.ep_prepare(cfg, topk_idx)
-    rows, row_weights = tex.ep_dispatch_fwd(cfg, handle, topk_idx, x, weights, start(problem).capacity)
+    padded, received, handle = prepare(problem, topk_idx)
+    rows, row_weights = dispatch(problem, handle, topk_idx, x, weights)
     real = group_sizes(problem, topk_idx)
-    pre, out = _per_rank(problem, _local_forward, 2)(
+    pre, out, row_weights = _per_rank(problem, _local_forward, 3)(
         (rows, row_weights, padded, real), {"wi": wi, "wo": wo, "wi_bias": wi_bias}
     )
-    (y,) = split(problem, tex.ep_combine_fwd(cfg, handle, out, x.shape[:2], _spec(problem)))
+    y = combine(problem, handle, out)
     if wo_bias is not None:
         y = (y.astype(jnp.float32) + _weighted_bias(problem, weights, topk_idx, wo_bias)).astype(x.dtype)
-    saved = (kernels, weights, topk_idx, handle, padded, real, rows, row_weights, pre)
+    saved = (kernels, weights, topk_idx, handle, Made(handle), padded, rows, row_weights, pre)
     return (y, received), saved
 
 
 def _backward(problem: Problem, saved: Any, cotangents: tuple) -> tuple:
-    tex, cfg = _tex(), config(problem)
-    kernels, weights, topk_idx, handle, padded, real, rows, row_weights, pre = saved
+    kernels, weights, topk_idx, handle, made, padded, rows, row_weights, pre = saved
     wi, wo, wi_bias, wo_bias = kernels
     (dy,) = split(problem, cotangents[0])
-    d = tex.ep_combine_bwd(cfg, handle, dy, rows.shape[1])
+    handle = again(problem, handle, topk_idx, made)
+    d = combine_gradient(problem, handle, dy)
     dx_rows, dot, d_wi, d_wo, *d_bias = _per_rank(problem, _local_backward, 2, 2 + (wi_bias is not None))(
-        (rows, row_weights, padded, real, pre, d), {"wi": wi, "wo": wo, "wi_bias": wi_bias}
+        (rows, row_weights, padded, pre, d), {"wi": wi, "wo": wo, "wi_bias": wi_bias}
     )
-    dx, d_weights = tex.ep_dispatch_bwd(
-        cfg, handle, dx_rows, dot, num_local_tokens=dy.shape[:2], out_partition_spec=_spec(problem)
-    )
-    dx, d_weights = split(problem, dx, d_weights)
+    dx, d_weights = dispatch_gradient(problem, handle, dx_rows, dot)
     d_wo_bias = None
     if wo_bias is not None:
         flat, ids = dy.reshape(-1, problem.D), topk_idx.reshape(-1, problem.K)
@@ -114,16 +123,17 @@ _experts.defvjp(_forward, _backward)
 def _local_forward(problem: Problem, arrays: tuple, held: dict[str, Array]) -> tuple[Array, ...]:
     rows, row_weights, padded, real = arrays
     pre = product(rows, held["wi"], padded)
-    weight, expert = _of_rows(row_weights, padded, real)
-    h = hidden(problem.experts, pre, weight, held.get("wi_bias"), expert)
-    return pre, product(h, held["wo"], padded)
+    expert = _expert_of_row(padded, rows.shape[0]) if "wi_bias" in held else None
+    weight = _weight_of_row(row_weights, padded, real)
+    h = hidden(problem.experts, pre, weight, held.get("wi_bias"), expert, filled=padded.sum())
+    return pre, product(h, held["wo"], padded), weight
 
 
 def _local_backward(problem: Problem, arrays: tuple, held: dict[str, Array]) -> tuple[Array, ...]:
-    rows, row_weights, padded, real, pre, d = arrays
+    rows, weight, padded, pre, d = arrays
     g = transposed_product(d, held["wo"], padded)
-    weight, expert = _of_rows(row_weights, padded, real)
-    h, d_pre, dot = hidden_gradient(problem.experts, pre, g, weight, held.get("wi_bias"), expert)
+    expert = _expert_of_row(padded, rows.shape[0]) if "wi_bias" in held else None
+    h, d_pre, dot = hidden_gradient(problem.experts, pre, g, weight, held.get("wi_bias"), expert, filled=padded.sum())
     grads = [kernel_gradient(rows, d_pre, padded), kernel_gradient(h, d, padded)]
     if "wi_bias" in held:
         # A column of ones as the left operand: sums each expert's rows, and only those. Eight, for alignment.
@@ -134,13 +144,27 @@ def _local_backward(problem: Problem, arrays: tuple, held: dict[str, Array]) -> 
     return transposed_product(d_pre, held["wi"], padded), dot, *grads
 
 
-def _of_rows(row_weights: Array, padded: Array, real: Array) -> tuple[Array, Array]:
-    """Each row's weight, 0 by selection where no token is (padding takes part in the kernels' gradients), and its expert."""
-    ends = jnp.cumsum(padded)
-    row = jnp.arange(row_weights.shape[0])
-    expert = jnp.minimum(jnp.searchsorted(ends, row, side="right"), padded.shape[0] - 1).astype(jnp.int32)
-    held = row - (ends - padded)[expert] < real[expert]
-    return jnp.where(held, row_weights, 0.0), expert
+def _expert_of_row(padded: Array, rows: int) -> Array:
+    """The expert whose block each row lies in; the last one beyond the blocks."""
+    return _by_row(_expert_of_tile(padded, rows), rows)
+
+
+def _weight_of_row(row_weights: Array, padded: Array, real: Array) -> Array:
+    """Each row's weight, 0 by selection where no token is: padding takes part in the kernels' gradients."""
+    rows = row_weights.shape[0]
+    end = (jnp.cumsum(padded) - padded + real)[_expert_of_tile(padded, rows)]
+    return jnp.where(jnp.arange(rows) < _by_row(end, rows), row_weights, 0.0)
+
+
+def _expert_of_tile(padded: Array, rows: int) -> Array:
+    """The expert of each ALIGN rows. Compared with every block's end: a binary search would be a loop of small kernels."""
+    first = jnp.arange(-(-rows // ALIGN)) * ALIGN
+    found = (first[:, None] >= jnp.cumsum(padded)).sum(1, dtype=jnp.int32)
+    return jnp.minimum(found, padded.shape[0] - 1)
+
+
+def _by_row(of_tile: Array, rows: int) -> Array:
+    return jnp.broadcast_to(of_tile[:, None], (of_tile.shape[0], ALIGN)).reshape(-1)[:rows]
 
 
 def _per_rank(problem: Problem, local: Any, by_row: int, by_kernel: int = 0) -> Any:
@@ -169,16 +193,6 @@ def _weighted_bias(problem: Problem, weights: Array, topk_idx: Array, bias: Arra
     tiled = jnp.tile(bias, (move.PIECES, 1))
     found = jnp.einsum("tf,fd->td", of_expert, tiled, preferred_element_type=jnp.float32)
     return found.reshape(*weights.shape[:2], -1)
-
-
-def _spec(problem: Problem) -> tuple[Any, ...]:
-    return (*by_token(mesh_of(problem)), None, None)
-
-
-def _tex() -> Any:
-    from transformer_engine.jax import cpp_extensions
-
-    return cpp_extensions
 
 
 def supports(problem: Problem) -> Support:
