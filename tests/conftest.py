@@ -3,13 +3,19 @@
 import importlib.util
 import os
 
-FLAGS = ["--xla_force_host_platform_device_count=8"]
-if importlib.util.find_spec("jax_plugins") is None:
-    # Compiling is what the tests wait for, and on a CPU two thirds of it is LLVM making tiny programs fast that run a few
-    # times. What a GPU runs is left as it is: its kernels are what is tested there.
-    FLAGS += ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
-# Before JAX initialises its backends, or the flags are ignored.
-os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS]).strip()
+# Before JAX initialises its backends, or the flags are ignored. Compiling is what the tests wait for, and on a CPU much of it
+# is LLVM making tiny programs fast that run a few times. Where a GPU plugin is installed, its kernels are what is tested.
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_force_host_platform_device_count=8",
+        *(
+            ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
+            if importlib.util.find_spec("jax_plugins") is None
+            else []
+        ),
+    ]
+).strip()
 
 import jax
 import pytest
