@@ -90,6 +90,11 @@ def always(problem: Problem) -> Support:
     return Support(True)
 
 
+def on_device(problem: Problem) -> str:
+    """Copies no group size to the host."""
+    return ""
+
+
 def anywhere() -> Support:
     """Is available on every machine."""
     return Support(True)
@@ -106,6 +111,8 @@ class Implementation:
     """Whether this problem can run, on a machine where `available` is ok."""
     available: Callable[[], Support] = anywhere
     """Whether this machine can run it at all."""
+    host_sync: Callable[[Problem], str] = on_device
+    """Why this problem copies group sizes to the host, where only some problems do; the trait says it of all."""
     traits: frozenset[str] = frozenset()
     summary: str = ""
     composed: frozenset[str] = field(default=frozenset())

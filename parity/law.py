@@ -83,6 +83,11 @@ def _trait(trait: str, reason: str) -> Callable[..., str]:
     return lambda implementation, problem, features: reason if trait in implementation.traits else ""
 
 
+def _device_sizes(implementation: Implementation, problem: Problem, features: frozenset[str]) -> str:
+    copies = "host-sync" in implementation.traits or implementation.host_sync(problem)
+    return "copies group sizes to the host" if copies else ""
+
+
 def _claims(trait: str) -> Callable[..., str]:
     return lambda implementation, problem, features: "" if trait in implementation.traits else f"does not claim {trait}"
 
@@ -121,7 +126,7 @@ def _ranks(implementation: Implementation, problem: Problem, features: frozenset
 NEEDS: Mapping[str, Callable[[Implementation, Problem, frozenset[str]], str]] = {
     "gradients": _gradients,
     "jit": lambda i, p, f: "runs eagerly" if i.traits & {"eager", "numpy"} else "",
-    "device sizes": _trait("host-sync", "copies group sizes to the host"),
+    "device sizes": _device_sizes,
     "deterministic": _claims("deterministic"),
     "dropless": _trait("drops", "drops on purpose"),
     "own layer": _own_layer,

@@ -71,7 +71,7 @@ BUILTIN: dict[str, Entry] = {
         "dropless.optimized.te.te:IMPLEMENTATION",
         "optimized/te",
         "one GPU, SM90+",
-        "Transformer Engine router, dispatch, grouped GEMM, combine",
+        "Transformer Engine router and grouped GEMM, in bfloat16, FP8 and MXFP8",
     ),
     "te_ep": Entry(
         "dropless.optimized.te.te_ep:IMPLEMENTATION",

@@ -12,9 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from dropless.optimized.te import fp8, rows, te
 from dropless.optimized.te import grouped_gemm as gg
-from dropless.optimized.te import rows, te
 from dropless.parity.compare import same_bits
+from dropless.parity.inputs import make_case
+from dropless.parity.judge import experts_findings
 from dropless.parity.problem import Params, Problem, Router, Routing
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
@@ -72,6 +74,88 @@ class TestUpstream:
         ids = jnp.asarray([[0, -1], [-1, 1], [1, 0], [-1, -1]])
         *_, sizes = pure_jax_token_dispatch(jnp.ones((4, 8), jnp.bfloat16), ids, 3, 2)
         assert np.asarray(sizes).tolist() == [6, 2, 0]
+
+    def test_the_kernels_behind_an_idle_expert_get_the_scale_before_theirs(self):
+        """FP8 with current scaling: expert 2's kernel is four times the identity, and comes out as expert 1's two."""
+        sizes = jnp.asarray([16, 0, 16], jnp.int32)
+        x = jnp.ones((32, 16), jnp.bfloat16)
+        kernels = jnp.eye(16, dtype=jnp.bfloat16) * jnp.asarray([1, 2, 4], jnp.bfloat16)[:, None, None]
+        out = _eight_bit_product(x, kernels, sizes)
+        assert np.asarray(out[:16], np.float32).tolist() == np.ones((16, 16)).tolist()
+        assert np.asarray(out[16:], np.float32).tolist() == np.full((16, 16), 2.0).tolist()
+
+    def test_one_nan_sets_the_scale_of_its_whole_group_to_one(self):
+        """FP8 with current scaling: beside a NaN, 1000 saturates at 448 with scale 1."""
+        x = jnp.full((32, 16), 1000.0, jnp.bfloat16).at[0, 0].set(jnp.nan)
+        found = _grouped_quantize(x, jnp.asarray([16, 16], jnp.int32), jnp.float8_e4m3fn).rowwise_tensor
+        assert np.asarray(found.scale_inv)[0] == 1.0
+        assert np.asarray(found.data.astype(jnp.float32))[1] == 448.0
+        assert abs(np.asarray(found.scale_inv)[1] * 448 - 1000) < 1e-3
+
+    def test_an_amax_below_1e_minus_36_has_an_infinite_scale(self):
+        """FP8 with current scaling: 2^-125 of amax, and the zero beside it becomes NaN."""
+        x = jnp.full((16, 16), 2.0**-125, jnp.bfloat16).at[0, 0].set(0.0)
+        found = _grouped_quantize(x, jnp.asarray([16], jnp.int32), jnp.float8_e4m3fn).rowwise_tensor
+        assert np.asarray(found.scale_inv)[0] == 0.0
+        assert np.isnan(np.asarray(found.data.astype(jnp.float32))[0])
+
+    def test_a_group_of_17_rows_has_no_weight_gradient_in_fp8(self):
+        from transformer_engine.jax.quantize import TensorUsage
+
+        sizes = jnp.asarray([17, 15], jnp.int32)
+        x = _grouped_quantize(_normal(0, (32, 16), "bfloat16"), sizes, jnp.float8_e4m3fn)
+        d = _grouped_quantize(_normal(1, (32, 16), "bfloat16"), sizes, jnp.float8_e5m2)
+        with pytest.raises(jax.errors.JaxRuntimeError):
+            _product(x.get_tensor(TensorUsage.LHS_TRANS), d.get_tensor(TensorUsage.RHS), ((0,), (0,)))
+
+
+def _grouped_quantize(x, sizes, dtype):
+    """TE's public call with current scaling; without sizes the first axis is the groups'."""
+    from transformer_engine.jax import cpp_extensions as tex
+    from transformer_engine.jax.quantize import QuantizeLayout, QuantizerFactory, ScalingMode
+
+    groups = x.shape[0] if sizes is None else sizes.shape[0]
+    mode, both = ScalingMode.CURRENT_TENSOR_SCALING, QuantizeLayout.ROWWISE_COLWISE
+    quantizer = QuantizerFactory.create(1, mode, dtype, both, n_groups=groups)
+    return jax.jit(lambda x: tex.grouped_quantize(x, quantizer, sizes))(x)
+
+
+def _product(lhs, rhs, contracting):
+    from transformer_engine.jax import cpp_extensions as tex
+
+    return jax.block_until_ready(jax.jit(lambda a, b: tex.grouped_gemm(a, b, contracting_dims=contracting))(lhs, rhs))
+
+
+def _eight_bit_product(x, kernels, sizes):
+    from transformer_engine.jax.quantize import TensorUsage
+
+    lhs = _grouped_quantize(x, sizes, jnp.float8_e4m3fn).get_tensor(TensorUsage.LHS)
+    rhs = _grouped_quantize(kernels, None, jnp.float8_e4m3fn).get_tensor(TensorUsage.RHS)
+    return _product(lhs, rhs, ((1,), (1,)))
+
+
+@pytest.mark.parametrize("element", ["e4m3", "e5m2"])
+def test_scales_taken_here_give_the_bits_of_transformer_engines_own_call(element):
+    """Where TE's scales are right: random groups, one of them zeros, one with its amax at a power of two."""
+    x = _normal(0, (96, 64), "bfloat16").at[:16].set(0).at[20, 3].set(8.0)
+    sizes = jnp.asarray([16, 32, 48], jnp.int32)
+    ours = jax.jit(lambda x: fp8.quantize(x, sizes, element=element))(x)
+    theirs = _grouped_quantize(x, sizes, fp8.ELEMENTS[element][0])
+    for side in ("rowwise_tensor", "colwise_tensor"):
+        for part in ("data", "scale_inv"):
+            got, want = (np.asarray(getattr(getattr(t, side), part)) for t in (ours, theirs))
+            finding = same_bits(f"{side} {part}", got, want)
+            assert finding.ok, finding.message
+
+
+@pytest.mark.parametrize(
+    "ids", [[5] * 17, [0, 7] * 40, list(range(8)) * 3 + [7] * 40], ids=["one busy", "ends", "ragged"]
+)
+def test_fp8_experts_beside_idle_ones_and_ragged_groups(ids):
+    """No group size a multiple of 16 but by chance: y and every gradient within the recipe's gauge."""
+    problem = Problem(T=len(ids), K=1, E=8, D=64, F=48, dtype="bfloat16", recipe="fp8-current")
+    case = make_case(problem, routing=np.asarray(ids, np.int32)[:, None])
+    assert [f.message for f in experts_findings(te.IMPLEMENTATION, case) if not f.ok] == []
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

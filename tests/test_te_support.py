@@ -78,7 +78,7 @@ def test_several_gpus_are_counted_and_nccl_is_read():
     ],
 )
 def test_what_te_computes(changes):
-    assert support.single_device(BF16.replace(**changes)) == (True, "")
+    assert support.single_device(BF16.replace(**changes), HOPPER) == (True, "")
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_what_te_computes(changes):
     [
         ({"dtype": "float32"}, ("float32", "bfloat16")),
         ({"dtype": "float16"}, ("float16", "bfloat16")),
-        ({"recipe": "mxfp8"}, ("mxfp8", "none")),
+        ({"recipe": "mxfp8"}, ("mxfp8", "9.0", "10.0")),
         ({"capacity_factor": 1.25}, ("1.25", "None")),
         ({"D": 33}, ("D is 33", "8")),
         ({"F": 12}, ("F is 12", "8")),
@@ -97,7 +97,7 @@ def test_what_te_computes(changes):
     ],
 )
 def test_what_te_declines_names_the_switch(changes, words):
-    told = support.single_device(BF16.replace(**changes))
+    told = support.single_device(BF16.replace(**changes), HOPPER)
     assert not told
     assert all(word in told.reason for word in words), told.reason
 

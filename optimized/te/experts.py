@@ -20,6 +20,7 @@ from ...parity.problem import Params, Problem, Routing
 from . import rows as move
 from .grouped_gemm import kernel_gradient, product, transposed_product
 from .hidden import hidden, hidden_gradient
+from .quantised import quantised_experts
 
 
 def experts(problem: Problem, params: Params, x: Float[Array, "T D"], routing: Routing) -> Float[Array, "T D"]:
@@ -27,10 +28,13 @@ def experts(problem: Problem, params: Params, x: Float[Array, "T D"], routing: R
 
     Both placements are as the contract has them forward; backward the weight is applied between the products for
     both, which is the same in exact arithmetic. A bias is added outside the product, in float32, so that TE
-    keeps group sizes on the device. Each product is rounded to x's dtype; everything between is float32.
+    keeps group sizes on the device. Each product is rounded to x's dtype; everything between is float32. Under a recipe
+    the products' operands are quantised (see quantised.py).
     """
     if problem.T == 0:
         return x
+    if problem.recipe != "none":
+        return quantised_experts(problem, params, x, routing)
     kernels = (params.wi, params.wo, params.wi_bias, params.wo_bias)
     return _experts(problem, kernels, x, routing.topk_weights, routing.topk_idx)
 

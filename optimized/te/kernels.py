@@ -51,7 +51,7 @@ def spread(
     C = chunk(D, 4 * WIDEST)
 
     def kernel(at_ref: Any, w_ref: Any, x_ref: Any, out_ref: Any, w_out_ref: Any) -> None:
-        t, c = pl.program_id(0), pl.program_id(1)
+        t, c = _backwards(pl, T), pl.program_id(1)
         cols = c * C + jnp.arange(C)
         value = triton.load(x_ref.at[t, cols], mask=cols < D)
         for k in range(K):
@@ -266,7 +266,7 @@ def chunk(width: int, widest: int = WIDEST) -> int:
 
 
 def _backwards(pl: Any, rows: int) -> Any:
-    # Last row first: what the product before this pass wrote last is still in the cache.
+    # Last row first: what the step before this pass wrote or read last is still in the cache.
     return rows - 1 - pl.program_id(0)
 
 

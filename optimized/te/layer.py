@@ -13,6 +13,7 @@ from ...parity.problem import Losses, Output, Params, Problem, Routing
 from . import rows as move
 from .experts import backward, forward
 from .hidden import hidden
+from .quantised import quantised_experts
 from .routing import SCORES, gate_gradients, gate_logits, select_and_place, weights_at
 
 
@@ -34,7 +35,10 @@ def layer(
     given = (params.gate_kernel, params.gate_bias, params.expert_bias)
     kernels = (params.wi, params.wo, params.wi_bias, params.wo_bias)
     if problem.T:
-        found: Any = _routed(problem, given, kernels, x, mask)
+        if problem.recipe == "none":
+            found: Any = _routed(problem, given, kernels, x, mask)
+        else:
+            found = _routed_quantised(problem, params, x, mask)
         y, z, weights, topk_idx, sizes = found
     else:
         y, z = x, gate_logits(problem, x, params.gate_kernel, params.gate_bias)
@@ -83,6 +87,17 @@ def _backward(problem: Problem, kept: tuple, d: tuple) -> tuple:
 
 
 _routed.defvjp(_forward, _backward)
+
+
+def _routed_quantised(problem: Problem, params: Params, x: Array, mask: Array | None) -> tuple:
+    """The same five, differentiable piece by piece: what quantising costs hides what one step would save."""
+    z = gate_logits(problem, x, params.gate_kernel, params.gate_bias)
+    topk_idx, found = select_and_place(problem, params.expert_bias, z)
+    weights, sizes = weights_at(problem, z, topk_idx), found.group_sizes
+    if mask is not None:
+        topk_idx, weights = jnp.where(mask[:, None], topk_idx, -1), jnp.where(mask[:, None], weights, 0.0)
+        sizes = move.plan(topk_idx, problem.E).group_sizes
+    return quantised_experts(problem, params, x, Routing(topk_idx, weights)), z, weights, topk_idx, sizes
 
 
 def _shared(problem: Problem, params: Params, x: Array) -> Array:

@@ -30,10 +30,11 @@ class Plan(NamedTuple):
     """-1 where the slot names no expert."""
 
 
-def plan(topk_idx: Int[Array, "T K"], experts: int, *, align: int = 1) -> Plan:
+def plan(topk_idx: Int[Array, "T K"], experts: int, *, align: int = 1, least: int = 0) -> Plan:
     """Finds the row of every slot: start of its expert + number of earlier tokens that chose it.
 
-    Each expert's start is a multiple of `align`. A token's ids are distinct.
+    Each expert's start is a multiple of `align`, and it has room for `least` rows even without a token. A token's ids
+    are distinct.
     """
     T = topk_idx.shape[0]
     blocks = -(-T // BLOCK)
@@ -43,7 +44,8 @@ def plan(topk_idx: Int[Array, "T K"], experts: int, *, align: int = 1) -> Plan:
     inside = jnp.einsum("ij,bje->bie", _earlier(BLOCK), hit, preferred_element_type=jnp.float32)
     inside = inside.astype(jnp.int32).reshape(blocks * BLOCK, experts)[:T]
     rank = jnp.take_along_axis(inside, jnp.maximum(topk_idx, 0), axis=1)
-    return place(topk_idx, rank, hit.sum(axis=1, dtype=jnp.float32).astype(jnp.bfloat16), BLOCK, align=align)
+    totals = hit.sum(axis=1, dtype=jnp.float32).astype(jnp.bfloat16)
+    return place(topk_idx, rank, totals, BLOCK, align=align, least=least)
 
 
 def place(
@@ -53,6 +55,7 @@ def place(
     block: int,
     *,
     align: int = 1,
+    least: int = 0,
 ) -> Plan:
     """The plan, from each slot's rank inside its block of tokens and each block's counts."""
     blocks, experts = totals.shape
@@ -61,11 +64,16 @@ def place(
     else:  # the triangle would outgrow the counts
         before = jnp.cumsum(totals.astype(jnp.int32), axis=0) - totals.astype(jnp.int32)
     group_sizes = totals.sum(axis=0, dtype=jnp.float32).astype(jnp.int32)
-    room = (group_sizes + (align - 1)) // align * align
+    room = rooms(group_sizes, align=align, least=least)
     base = before + (jnp.cumsum(room, dtype=jnp.int32) - room)
     of_token = jnp.arange(topk_idx.shape[0], dtype=jnp.int32)[:, None] // block
     row = rank + base.reshape(-1)[of_token * experts + jnp.maximum(topk_idx, 0)]
     return Plan(group_sizes, jnp.where(topk_idx >= 0, row, -1))
+
+
+def rooms(group_sizes: Int[Array, " E"], *, align: int = 1, least: int = 0) -> Int[Array, " E"]:
+    """Rows that each expert takes up: its own, at least `least`, rounded up to a multiple of `align`."""
+    return (jnp.maximum(group_sizes, least) + (align - 1)) // align * align
 
 
 def invert(row_of_slot: Int[Array, "T K"], rows: int) -> Int[Array, " P"]:

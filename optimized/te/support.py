@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import importlib.util
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ...parity.device import environment
 from ...parity.doctor import version
@@ -28,6 +29,23 @@ MOST_EXPERTS = 8160
 """The router kernel counts in bytes: 255 for each of 32 lanes."""
 ALIGN = 8
 """Columns of a bfloat16 operand come in 16-byte pieces."""
+
+
+class RecipeNeeds(NamedTuple):
+    """What TE's grouped products ask of a machine and a problem under one recipe."""
+
+    capability: float
+    align: int
+    """D and F are multiples of it."""
+    host_sync: str
+    """Why group sizes are copied to the host; "" where they are not."""
+
+
+RECIPES = {
+    "fp8-current": RecipeNeeds(9.0, 16, "TE quantises and multiplies FP8 groups one by one, by sizes on the host"),
+    "mxfp8": RecipeNeeds(10.0, 128, ""),
+}
+"""Recipes of `te`; TE has no grouped product for the others."""
 
 
 @dataclass(frozen=True)
@@ -87,14 +105,17 @@ def several(here: Facts) -> Support:
     return Support(True)
 
 
-def single_device(problem: Problem) -> Support:
-    """Whether `te` computes this problem on a machine that `machine` accepts; names the first value that it declines."""
+def single_device(problem: Problem, here: Facts) -> Support:
+    """Whether `te` computes this problem on a machine that `machine` accepts; names the first value that it declines.
+
+    Only a recipe asks more of the machine than `machine` does.
+    """
     p = problem
     if p.mesh is not None and p.mesh.devices > 1:
         return Support(False, f"the mesh has {p.mesh.devices} devices; te runs on 1 (te_ep on several)")
     if p.capacity_factor is not None:
         return Support(False, f"capacity_factor is {p.capacity_factor}; te drops nothing, accepted: None")
-    if not (gemm := device_side_gemm(p)):
+    if not (gemm := device_side_gemm(p) if p.recipe == "none" else quantised_gemm(p, here)):
         return gemm
     return selection(p.router, p.K, p.E)
 
@@ -113,6 +134,33 @@ def device_side_gemm(problem: Problem) -> Support:
         if getattr(p, axis) % ALIGN:
             return Support(False, f"{axis} is {getattr(p, axis)}; TE's grouped GEMM accepts multiples of {ALIGN}")
     return Support(True)
+
+
+def quantised_gemm(problem: Problem, here: Facts) -> Support:
+    """Whether both expert products can run with operands quantised by the problem's recipe."""
+    p = problem
+    if (needs := RECIPES.get(p.recipe)) is None:
+        return Support(False, f"recipe is {p.recipe!r}; te multiplies {', '.join(map(repr, ('none', *RECIPES)))}")
+    if here.capability is None or here.capability < needs.capability:
+        return Support(
+            False,
+            f"recipe is {p.recipe!r} and compute capability {here.capability}; TE's grouped kernels for it need "
+            f"{needs.capability} or newer",
+        )
+    if p.dtype != "bfloat16":
+        return Support(False, f"dtype is {p.dtype}; te quantises bfloat16")
+    for axis in "DF":
+        if getattr(p, axis) % needs.align:
+            return Support(
+                False, f"{axis} is {getattr(p, axis)}; under {p.recipe} TE's products accept multiples of {needs.align}"
+            )
+    return Support(True)
+
+
+def host_sync(problem: Problem) -> str:
+    """Why `te` copies group sizes to the host for this problem; "" where it does not."""
+    needs = RECIPES.get(problem.recipe)
+    return needs.host_sync if needs else ""
 
 
 def host_side_gemm(problem: Problem) -> Support:

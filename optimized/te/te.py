@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from ...parity.interface import Implementation, Support
+from ...parity.problem import Problem
 from .experts import experts
 from .grouped_gemm import grouped_gemm
 from .layer import layer
 from .permute import permute, unpermute
 from .routing import route
-from .support import facts, machine, single_device
+from .support import facts, host_sync, machine, single_device
 
 
 def available() -> Support:
     """Whether this machine has what `te` needs; the reason names the number that failed."""
     return machine(facts())
+
+
+def supports(problem: Problem) -> Support:
+    """Whether this problem can run where `available` is ok; a recipe may ask for a newer GPU."""
+    return single_device(problem, facts())
 
 
 IMPLEMENTATION = Implementation(
@@ -26,9 +32,10 @@ IMPLEMENTATION = Implementation(
         "experts": experts,
         "layer": layer,
     },
-    supports=single_device,
+    supports=supports,
     available=available,
+    host_sync=host_sync,
     traits=frozenset({"deterministic"}),
-    summary="Transformer Engine router, dispatch, grouped GEMM, combine",
+    summary="Transformer Engine router and grouped GEMM, in bfloat16, FP8 and MXFP8",
 )
 """`te` in the registry."""

@@ -1,8 +1,9 @@
 """Records `te` on a GPU: every law, three shapes against their own grouped GEMMs, and the presets at full width.
 
-    python tests/benchmarks/record_gpu.py FOLDER --part laws [--examples N] [--seconds N]
-    python tests/benchmarks/record_gpu.py FOLDER --part shapes [--seconds N]
+    python tests/benchmarks/record_gpu.py FOLDER --part laws [--examples N] [--workers N] [--seconds N]
+    python tests/benchmarks/record_gpu.py FOLDER --part shapes [--shape A]... [--seconds N]
     python tests/benchmarks/record_gpu.py FOLDER --part presets [--preset NAME]... [--seconds N]
+    python tests/benchmarks/record_gpu.py FOLDER --part fp8 [--shape A]... [--workers N] [--seconds N]
 
 Each part is a process of its own and writes FOLDER/te-PART.json after every step, so that a run that is cut short leaves what it
 has; past --seconds no further step begins. Parameters are drawn on the device: a large layer would take minutes on the host. All
@@ -22,25 +23,26 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from dropless.optimized.te import grouped_gemm as gg
+from dropless.optimized.te import rows
+from dropless.optimized.te.hidden import hidden, hidden_gradient
 from dropless.parity import complete, get, registry
 from dropless.parity.bounds import dense_flops, dense_gemm
-from dropless.parity.check import Report
-from dropless.parity.check_report import record_report
 from dropless.parity.compare import Finding, judge, same_bits
 from dropless.parity.costs import cost, flops
 from dropless.parity.findings import to_record
 from dropless.parity.inputs import Case, make_cotangent, make_weights, make_x
 from dropless.parity.interface import Implementation, Unsupported
-from dropless.parity.job import Job, load
+from dropless.parity.job import Job
 from dropless.parity.judge import dtype_of, route_findings
-from dropless.parity.laws import laws_named
 from dropless.parity.patterns import routing_ids
 from dropless.parity.presets import PRESETS
 from dropless.parity.problem import Params, Problem, Router, Routing
 from dropless.parity.records import CaseRecord, ResultRecord, new_case, new_record, write
 from dropless.parity.stages import stage_call
-from dropless.parity.suite import Verdict, run_law
 from dropless.parity.timing import Call, measure, prepare
+from gpu_laws import record_laws
+from gpu_quantisers import record_quantisers
 
 NAME = "te"
 TOKENS = 8192
@@ -64,31 +66,12 @@ ORDER = (
 )
 """Presets by what they add to the shapes; qwen3-30b-a3b is one of those."""
 SHAPE_CALLS = ("experts forward", "experts forward+backward", "layer forward", "layer forward+backward")
+ALONE = {"experts": "experts' grouped GEMMs alone", "layer": "layer's grouped GEMMs alone"}
+RECIPE = "fp8-current"
+EXPERT_CALLS = ("experts forward", "experts forward+backward")
 PRESET_CALLS = ("experts forward+backward", "layer forward")
 BLOCKS, ROUNDS = 4, 4
 """Every call is timed ROUNDS times in each of BLOCKS turns."""
-
-
-def laws(folder: Path, spare: Callable[[], bool], examples: int) -> None:
-    """Every law at the gpu profile's small shapes; its presets have a part of their own, with more tokens."""
-    bench = load(Job(NAME, "gpu", max_examples=examples))
-    own = tuple(s for s in bench.implementation.stages if s not in bench.implementation.composed)
-    start, verdicts = time.perf_counter(), []
-    for law in laws_named(()):
-        began = time.perf_counter()
-        if spare():
-            verdict = run_law(law, bench.implementation, bench.shapes, bench.settings)
-        else:
-            verdict = Verdict(law.name, law.stage, "cannot run", reason="not reached in the time given")
-        verdicts.append(verdict)
-        took = time.perf_counter() - began
-        said = verdict.reason or (verdict.finding.message if verdict.finding else "")
-        print(
-            f"{law.name:26s} {verdict.status:12s} {verdict.percent or 0:5.0f} %  {took:5.1f} s  {said[:120]}",
-            flush=True,
-        )
-        report = Report(bench.job, NAME, tuple(verdicts), (), own, time.perf_counter() - start)
-        record_report(report, folder / "te-laws.json")
 
 
 def timed(
@@ -102,16 +85,23 @@ def timed(
             print(f"{label}: not begun in the time given", flush=True)
             continue
         began = time.perf_counter()
-        case = record_case(implementation, label, problem, whats, bounds=kind == "shapes")
+        case = record_case(
+            implementation, label, problem, whats, beside={"shapes": own_gemms, "fp8": unquantised}.get(kind)
+        )
         record.cases.append(case)
         write(folder / f"te-{kind}.json", record)
         show(case, time.perf_counter() - began)
 
 
 def record_case(
-    implementation: Implementation, label: str, problem: Problem, whats: tuple[str, ...], *, bounds: bool
+    implementation: Implementation,
+    label: str,
+    problem: Problem,
+    whats: tuple[str, ...],
+    *,
+    beside: Callable[[Implementation, list[Case]], dict[str, Callable[[], Call]]] | None,
 ) -> CaseRecord:
-    """One problem on one implementation."""
+    """One problem on one implementation; `beside` makes the calls that are timed in turn with it, and not judged."""
     result = ResultRecord(implementation=implementation.name, verdict="agree")
     result.own_stages = sorted(set(implementation.stages) - set(implementation.composed))
     cases = [drawn(problem, seed) for seed in range(2)]
@@ -125,15 +115,14 @@ def record_case(
         result.verdict, result.reason = "cannot run", support.reason
         return record
     makers = {what: lambda what=what: stage_call(implementation, what, cases) for what in whats}
-    if bounds:
-        makers |= {f"grouped GEMMs alone{tail}: {NAME}": own for tail, own in gemms(implementation, cases).items()}
-        makers["dense GEMM"] = lambda: dense_gemm(problem, record.rows)
+    makers |= beside(implementation, cases) if beside else {}
     try:
         with ThreadPoolExecutor(len(makers)) as pool:
             calls = dict(zip(makers, pool.map(lambda make: make(), makers.values()), strict=True))
         result.findings = judged(cases, {what: (0, calls[what](0)) for what in whats})
         if all(f.ok for f in result.findings):
-            in_turn(list(calls.values()))
+            # Products of several streams overlap: their kernels' times add up to more than has passed.
+            in_turn(list(calls.values()), overlapping=bool(implementation.host_sync(problem)))
             result.after = judged(cases, {what: calls[what].last for what in whats})
     except Unsupported as declined:
         result.verdict, result.reason = "cannot run", str(declined)
@@ -147,14 +136,30 @@ def record_case(
             work = cost(problem, name, record.rows, int(np.count_nonzero(sizes)))
             result.timings.append(call.record(useful_flops=work.flops, bytes_moved=work.bytes))
         else:
-            work = (
-                dense_flops(problem, call)
-                if name == "dense GEMM"
-                else flops(problem, record.rows, backward="+" in name)
-            )
+            dense = name == "dense GEMM"
+            work = dense_flops(problem, call) if dense else flops(problem, record.rows, backward="+" in name)
             record.bounds.append(call.record(useful_flops=work))
             record.bounds[-1].what = name
     return record
+
+
+def own_gemms(implementation: Implementation, cases: list[Case]) -> dict[str, Callable[[], Call]]:
+    """The grouped GEMMs of the experts, at the routing they are given, and of the layer, at its own; and a dense one."""
+    problem = cases[0].problem
+    route = jax.jit(lambda p, x: implementation.stage("layer")(problem, p, x).routing)
+    found: dict[str, Callable[[], Call]] = {"dense GEMM": lambda: dense_gemm(problem, problem.routed_rows)}
+    for stage, routings in (
+        ("experts", [c.routing for c in cases]),
+        ("layer", [route(c.params, c.x) for c in cases]),
+    ):
+        found |= {f"{ALONE[stage]}{tail}": call for tail, call in gemms(cases, routings).items()}
+    return found
+
+
+def unquantised(implementation: Implementation, cases: list[Case]) -> dict[str, Callable[[], Call]]:
+    """The same experts in bfloat16."""
+    plain = [c.replace(problem=c.problem.replace(recipe="none")) for c in cases]
+    return {f"bfloat16: {w}": lambda w=w: stage_call(implementation, w, plain) for w in EXPERT_CALLS}
 
 
 def drawn(problem: Problem, seed: int) -> Case:
@@ -201,27 +206,37 @@ def params(problem: Problem) -> Params:
     return Params(**{name: normal(k, *shapes[name]) for k, name in zip(keys, shapes, strict=True)})
 
 
-def gemms(implementation: Implementation, cases: list[Case]) -> dict[str, Callable[[], Call]]:
-    """The layer's grouped GEMMs and nothing else: two forward, and with the four of the backward pass six."""
-    problem, gemm = cases[0].problem, implementation.stage("grouped_gemm")
-    permute = jax.jit(lambda x, r: implementation.stage("permute")(problem, x, r))
-    inputs = []
-    for case in cases:
-        rows, sizes, _ = permute(case.x, case.routing)
-        keys = jax.random.split(jax.random.key(case.seed), 2)
-        h, pre = (
-            jax.random.normal(k, (rows.shape[0], n), rows.dtype)
-            for k, n in zip(keys, (problem.F, problem.wi_columns), strict=True)
+def gemms(cases: list[Case], routings: list[Routing]) -> dict[str, Callable[[], Call]]:
+    """The layer's grouped GEMMs and nothing else, on the very operands it has: two forward, six with the backward pass.
+
+    What the operands hold decides how much power a product draws, and with it the clock: random ones of one size would
+    be another measurement.
+    """
+    problem, spec = cases[0].problem, cases[0].problem.experts
+
+    @jax.jit
+    def operands(case_params: Params, x: Any, routing: Routing, dy: Any) -> tuple:
+        at, P = rows.plan(routing.topk_idx, problem.E), problem.routed_rows
+        found, weight = rows.spread(x, at.row_of_slot, P, routing.topk_weights)
+        d, _ = rows.spread(dy, at.row_of_slot, P)
+        pre = gg.product(found, case_params.wi, at.group_sizes)
+        h = hidden(spec, pre, weight if spec.weight_placement == "early" else None)
+        weighted_h, d_pre, _ = hidden_gradient(
+            spec, pre, gg.transposed_product(d, case_params.wo, at.group_sizes), weight
         )
-        inputs.append((rows, h, pre, sizes, case.params.wi, case.params.wo))
+        return found, h, d, weighted_h, d_pre, at.group_sizes, case_params.wi, case_params.wo
 
-    def forward(rows: Any, h: Any, pre: Any, sizes: Any, wi: Any, wo: Any) -> Any:
-        return gemm(rows, wi, sizes), gemm(h, wo, sizes)
+    inputs = [operands(c.params, c.x, r, c.cotangent) for c, r in zip(cases, routings, strict=True)]
 
-    def both(rows: Any, h: Any, pre: Any, sizes: Any, wi: Any, wo: Any) -> Any:
-        first, pull_first = jax.vjp(lambda r, k: gemm(r, k, sizes), rows, wi)
-        second, pull_second = jax.vjp(lambda r, k: gemm(r, k, sizes), h, wo)
-        return first, second, pull_first(pre), pull_second(rows)
+    def forward(found: Any, h: Any, d: Any, weighted_h: Any, d_pre: Any, sizes: Any, wi: Any, wo: Any) -> Any:
+        return gg.product(found, wi, sizes), gg.product(h, wo, sizes)
+
+    def both(found: Any, h: Any, d: Any, weighted_h: Any, d_pre: Any, sizes: Any, wi: Any, wo: Any) -> Any:
+        return (
+            forward(found, h, d, weighted_h, d_pre, sizes, wi, wo),
+            (gg.transposed_product(d, wo, sizes), gg.kernel_gradient(weighted_h, d, sizes)),
+            (gg.transposed_product(d_pre, wi, sizes), gg.kernel_gradient(found, d_pre, sizes)),
+        )
 
     return {
         "": lambda: prepare("grouped GEMMs alone", forward, inputs),
@@ -229,8 +244,8 @@ def gemms(implementation: Implementation, cases: list[Case]) -> dict[str, Callab
     }
 
 
-def in_turn(calls: list[Call]) -> None:
-    """Times all calls in BLOCKS turns and keeps every repetition."""
+def in_turn(calls: list[Call], *, overlapping: bool = False) -> None:
+    """Times all calls in BLOCKS turns and keeps every repetition; wall time alone where kernels overlap."""
     wall: list[list[float]] = [[] for _ in calls]
     device: list[list[float]] = [[] for _ in calls]
     for _ in range(BLOCKS):
@@ -241,7 +256,8 @@ def in_turn(calls: list[Call]) -> None:
             wall[i] += call.wall_s
             device[i] += call.device_s
     for i, call in enumerate(calls):
-        call.wall_s, call.device_s = wall[i], device[i]
+        call.wall_s, call.device_s = wall[i], [] if overlapping else device[i]
+        call.device_timer = "" if overlapping else call.device_timer
 
 
 def judged(cases: list[Case], outputs: dict[str, tuple[int, Any]]) -> list[Any]:
@@ -309,39 +325,48 @@ def show(case: CaseRecord, seconds: float) -> None:
             f"  {t.what:44s} {1e3 * t.median:8.3f} ms  {t.flops_per_s / 1e12:5.0f} TFLOP/s  {t.device_timer}",
             flush=True,
         )
-    alone = f"grouped GEMMs alone: {NAME}"
-    if alone in median:
-        gemm_f, gemm_fb = median[alone], median[f"grouped GEMMs alone, forward+backward: {NAME}"]
-        for stage in ("experts", "layer"):
+    for stage in ("experts", "layer"):
+        alone = ALONE[stage]
+        if alone in median and f"{stage} forward" in median:
+            gemm_f, gemm_fb = median[alone], median[f"{alone}, forward+backward"]
             f, fb = median[f"{stage} forward"], median[f"{stage} forward+backward"]
-            print(
-                f"  {stage} / own GEMMs: forward {f / gemm_f:.3f}, backward {(fb - f) / (gemm_fb - gemm_f):.3f}",
-                flush=True,
-            )
+            backward = (fb - f) / (gemm_fb - gemm_f)
+            print(f"  {stage} / own GEMMs: forward {f / gemm_f:.3f}, backward {backward:.3f}", flush=True)
 
 
 def main() -> None:
     """Runs one part."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--part", choices=("laws", "shapes", "presets"), required=True)
+    parser.add_argument("--part", choices=("laws", "shapes", "presets", "fp8"), required=True)
     parser.add_argument("--seconds", type=float, default=3600.0)
     parser.add_argument("--examples", type=int, default=3)
+    parser.add_argument("--workers", type=int, default=6, help="processes that run laws side by side")
+    parser.add_argument("--shape", action="append", choices=tuple("ABC"), help="one of the three shapes, by letter")
     parser.add_argument("--preset", action="append", choices=tuple(PRESETS))
     given = parser.parse_args()
-    start = time.perf_counter()
+    deadline = time.time() + given.seconds
 
     def spare() -> bool:
-        return time.perf_counter() - start < given.seconds
+        return time.time() < deadline
 
     given.folder.mkdir(parents=True, exist_ok=True)
+    job = Job(NAME, "gpu", max_examples=given.examples)
+    shapes = {
+        label: p for letter, (label, p) in zip("ABC", SHAPES.items(), strict=True) if letter in (given.shape or "ABC")
+    }
     if given.part == "laws":
-        laws(given.folder, spare, given.examples)
+        record_laws(given.folder / "te-laws.json", job, deadline=deadline, workers=given.workers)
     elif given.part == "shapes":
-        timed(given.folder, "shapes", SHAPES, SHAPE_CALLS, spare)
-    else:
+        timed(given.folder, "shapes", shapes, SHAPE_CALLS, spare)
+    elif given.part == "presets":
         chosen = {n: PRESETS[n].problem(T=TOKENS, dtype="bfloat16") for n in given.preset or ORDER}
         timed(given.folder, "presets", chosen, PRESET_CALLS, spare)
+    else:
+        record_quantisers(given.folder / "te-fp8-quantiser.json", NAME)
+        record_laws(given.folder / "te-fp8-laws.json", job, recipe=RECIPE, deadline=deadline, workers=given.workers)
+        quantised = {f"{n}, {RECIPE}": p.replace(recipe=RECIPE) for n, p in shapes.items()}
+        timed(given.folder, "fp8", quantised, EXPERT_CALLS, spare)
 
 
 if __name__ == "__main__":
