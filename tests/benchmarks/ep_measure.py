@@ -1,11 +1,17 @@
-"""Timing calls over several GPUs: inputs placed where they are used, wall time, and device time by kernel."""
+"""Timing calls over several GPUs: inputs placed where they are used, wall and device time, and device time by kernel.
+
+Device time is the pace of queued calls: kernels of several GPUs wait for each other, so their sum is no duration, and a
+call alone also pays for its launches, which a training step hides behind the call before.
+"""
 
 from __future__ import annotations
 
 import collections
 import glob
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -14,10 +20,14 @@ from dropless.optimized.xla.mesh import by_expert, by_token, device_mesh
 from dropless.parity.inputs import Case
 from dropless.parity.problem import Problem, Routing
 from dropless.parity.records import TimingRecord
-from dropless.parity.timing import measure, prepare
+from dropless.parity.timing import Call, measure, prepare
 from jax.sharding import NamedSharding, PartitionSpec
 
 ROUNDS = 12
+SLOW, SLOW_ROUNDS = 0.1, 3
+"""Seconds from which a call is slow, and its repetitions."""
+DEPTH = 4
+"""Calls in a queue; the pace is that of a second queue behind the first."""
 PROFILED = 4
 COMMUNICATION = ("nccl", "dispatch", "combine", "permute", "all_to_all", "alltoall", "scan", "prepare", "routing_map")
 """Parts of the names of kernels that move tokens or find out where they go."""
@@ -57,41 +67,103 @@ def layer_calls(problem: Problem, layer: Callable[..., Any]) -> dict[str, Callab
     return {"layer forward": forward, "layer forward+backward": both}
 
 
+@dataclass(frozen=True)
+class Measured:
+    """What one call took."""
+
+    timing: TimingRecord
+    outputs: Any
+    """Of the last repetition."""
+    kernels: list[dict[str, float]]
+    """GPU by GPU: kernel name -> microseconds of one call, the longest first. A kernel that waits for another GPU counts its waiting."""
+    busy: list[float]
+    """GPU by GPU: microseconds of one call in which any kernel ran."""
+
+
 def timed(
-    what: str, function: Callable[..., Any], variants: list[tuple[Any, ...]], flops: float = 0.0, moved: float = 0.0
-):
-    """(TimingRecord, outputs of the last repetition and which variant they are of, kernels of one call by device time)."""
-    call = prepare(what, function, variants)
-    measure([call], rounds=ROUNDS)
-    assert call.last is not None
-    record: TimingRecord = call.record(useful_flops=flops, bytes_moved=moved)
-    return record, call.last, kernels(call.run, variants)
+    what: str, functions: Sequence[tuple[Callable[..., Any], list[tuple[Any, ...]], float]], moved: float = 0.0
+) -> list[Measured]:
+    """Measures (function, input variants, useful FLOPs) side by side, round by round."""
+    calls = [prepare(what, function, variants) for function, variants, _ in functions]
+    for call in calls:
+        call(0)
+        call(0)
+    slow = [call.elapsed_s >= SLOW for call in calls]
+    measure([call for call, is_slow in zip(calls, slow, strict=True) if not is_slow], rounds=ROUNDS)
+    measure([call for call, is_slow in zip(calls, slow, strict=True) if is_slow], rounds=SLOW_ROUNDS)
+    found = []
+    for call, (_, variants, flops), is_slow in zip(calls, functions, slow, strict=True):
+        assert call.last is not None
+        outputs, call.last = call.last[1], None
+        if jax.default_backend() == "gpu":
+            call.device_s, call.device_timer = pace(call, SLOW_ROUNDS if is_slow else ROUNDS), "queued calls"
+        times, busy = kernels(call.run, variants)
+        found.append(Measured(call.record(useful_flops=flops, bytes_moved=moved), outputs, times, busy))
+    return found
 
 
-def kernels(run: Callable[..., Any], variants: list[tuple[Any, ...]], most: int = 16) -> dict[str, float]:
-    """Kernel name -> microseconds of one call on the first GPU, the longest first; empty without a GPU."""
+def pace(call: Call, rounds: int) -> list[float]:
+    """(time of 2 * DEPTH queued calls - time of DEPTH) / DEPTH, `rounds` times."""
+
+    def queue(depth: int) -> float:
+        start = time.perf_counter()
+        for _ in range(depth):
+            out = call.run(*call.inputs[0])  # the one before is freed once its memory is no longer in use
+        jax.block_until_ready(out)
+        return time.perf_counter() - start
+
+    times = [(queue(2 * DEPTH) - queue(DEPTH)) / DEPTH for _ in range(rounds)]
+    return [t for t in times if t > 0]
+
+
+def kernels(
+    run: Callable[..., Any], variants: list[tuple[Any, ...]], most: int = 24
+) -> tuple[list[dict[str, float]], list[float]]:
+    """(each GPU's kernels, each GPU's busy time) of one call, from a profile; empty without a GPU."""
     if jax.default_backend() != "gpu":
-        return {}
-    total: collections.Counter[str] = collections.Counter()
+        return [], []
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             for i in range(PROFILED):
                 jax.block_until_ready(run(*variants[i % len(variants)]))
-        found = sorted(glob.glob(f"{folder}/**/*.xplane.pb", recursive=True))
-        for plane in jax.profiler.ProfileData.from_file(found[-1]).planes:
-            if "/device:GPU:0" in plane.name:
-                for line in plane.lines:
-                    if "Stream" in line.name:
-                        for event in line.events:
-                            total[event.name[:96]] += event.duration_ns
-    return {name: ns / PROFILED / 1e3 for name, ns in total.most_common(most)}
+        file = sorted(glob.glob(f"{folder}/**/*.xplane.pb", recursive=True))[-1]
+        planes = {plane.name: plane for plane in jax.profiler.ProfileData.from_file(file).planes}
+        tables, busy = [], []
+        for _, plane in sorted(item for item in planes.items() if "/device:GPU:" in item[0]):
+            total: collections.Counter[str] = collections.Counter()
+            spans = []
+            for line in plane.lines:
+                if "Stream" in line.name:
+                    for event in line.events:
+                        total[event.name[:96]] += event.duration_ns
+                        spans.append((event.start_ns, event.start_ns + event.duration_ns))
+            tables.append({name: ns / PROFILED / 1e3 for name, ns in total.most_common(most)})
+            busy.append(_union(spans) / PROFILED / 1e3)
+    return tables, busy
 
 
-def communication_share(times: dict[str, float]) -> float | None:
-    """The part of the kernels' time that moves tokens or finds out where they go."""
-    whole = sum(times.values())
-    moving = sum(us for name, us in times.items() if any(word in name.lower() for word in COMMUNICATION))
-    return moving / whole if whole else None
+def _union(spans: list[tuple[float, float]]) -> float:
+    covered, end = 0.0, float("-inf")
+    for first, last in sorted(spans):
+        covered += max(last - max(first, end), 0.0)
+        end = max(end, last)
+    return covered
+
+
+def communication_share(times: list[dict[str, float]]) -> float | None:
+    """The part of the kernels' time that moves tokens or finds out where they go, on the GPU where it is least: waiting least."""
+    shares = []
+    for table in times:
+        moving = sum(us for name, us in table.items() if any(word in name.lower() for word in COMMUNICATION))
+        shares.append(moving / sum(table.values()))
+    return min(shares, default=None)
+
+
+def by_rank(problem: Problem) -> Callable[[Any], Any]:
+    """Splits an array's leading axis over the problem's ranks."""
+    assert problem.mesh is not None
+    sharding = NamedSharding(device_mesh(problem.mesh), by_token(problem.mesh))
+    return lambda a: jax.device_put(a, sharding)
 
 
 def peak_bytes() -> int | None:
