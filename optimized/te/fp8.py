@@ -27,11 +27,19 @@ def quantize(x: Float[Array, "..."], group_sizes: Int[Array, " E"] | None = None
     The sizes add up to P: TE quantises every row. Values beyond the largest saturate, NaN stays NaN in its own element,
     and an amax of 0 or one that is infinite gives scale 1.
     """
+    sizes = jnp.ones(x.shape[0], jnp.int32) if group_sizes is None else group_sizes.astype(jnp.int32)
+    return scaled(x, encode(x, sizes, element), group_sizes, element=element)
+
+
+def scaled(
+    x: Float[Array, "..."], scale: Float[Array, " E"], group_sizes: Int[Array, " E"] | None, *, element: str
+) -> Any:
+    """The TE tensor under given scales: elements are cast(x * scale), and 1 / scale is kept beside them."""
     te, (dtype, _) = _te(), ELEMENTS[element]
     sizes = jnp.ones(x.shape[0], jnp.int32) if group_sizes is None else group_sizes.astype(jnp.int32)
     row, column, scale_inv, _, _ = te.kernel.outer_primitive.bind(
         x,
-        encode(x, sizes, element),
+        scale,
         sizes,
         out_dtype=dtype,
         scaling_mode=te.mode.value,
