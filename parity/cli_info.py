@@ -12,7 +12,7 @@ from rich.markup import escape
 from . import registry
 from .device import describe, environment
 from .interface import Support
-from .problem import InvalidInput
+from .problem import RECIPES, InvalidInput, Problem
 from .terminal import out, table
 
 JSON = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
@@ -23,7 +23,7 @@ def list_(as_json: JSON = False) -> int:
     rows = []
     for name in registry.names():
         entry = registry.BUILTIN.get(name)
-        support = _probe(name)
+        support, recipes = _probe(name)
         rows.append(
             {
                 "name": name,
@@ -32,6 +32,7 @@ def list_(as_json: JSON = False) -> int:
                 "summary": entry.summary if entry else "",
                 "here": support.ok,
                 "reason": support.reason,
+                "recipes": recipes,
             }
         )
     if as_json:
@@ -44,6 +45,18 @@ def list_(as_json: JSON = False) -> int:
     for r in rows:
         if not r["here"]:
             out().print(f"[bold]{r['name']}[/] cannot run here: {r['reason']}", highlight=False)
+    able = {r["name"]: [n for n, found in r["recipes"].items() if found["here"]] for r in rows}
+    if every := [name for name, found in able.items() if len(found) == len(RECIPES) - 1]:
+        out().print(f"every recipe: {', '.join(every)}", highlight=False)
+    for r in rows:
+        if not able[r["name"]] or r["name"] in every:
+            continue
+        out().print(f"[bold]{r['name']}[/] takes recipe {', '.join(able[r['name']])}", highlight=False)
+        for n, found in r["recipes"].items():
+            if found["here"] and found["host_sync"]:
+                out().print(f"  {n} copies group sizes to the host: {found['host_sync']}", highlight=False)
+            elif not found["here"]:
+                out().print(f"  not {n}: {found['reason']}", highlight=False)
     return 0
 
 
@@ -100,10 +113,22 @@ def bars(as_json: JSON = False) -> int:
     return 0
 
 
-def _probe(name: str) -> Support:
+ASKED = Problem(T=16, K=2, E=4, D=128, F=128, dtype="bfloat16")
+"""The problem that is put to each implementation under each recipe: widths that fit every block."""
+
+
+def _probe(name: str) -> tuple[Support, dict[str, dict[str, object]]]:
+    """Whether it runs here, and under each recipe: whether too, why not, and why it copies group sizes to the host."""
     try:
-        return registry.get(name).available()
+        implementation = registry.get(name)
+        here = implementation.available()
     except InvalidInput as error:
-        return Support(False, str(error))
+        return Support(False, str(error)), {}
     except ImportError as error:
-        return Support(False, f"its module does not import: {error}")
+        return Support(False, f"its module does not import: {error}"), {}
+    recipes = {}
+    for recipe in (r for r in RECIPES if r != "none"):
+        problem = ASKED.replace(recipe=recipe)
+        able = implementation.supports(problem) if here else here
+        recipes[recipe] = {"here": able.ok, "reason": able.reason, "host_sync": implementation.host_sync(problem)}
+    return here, recipes

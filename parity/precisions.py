@@ -1,6 +1,6 @@
 """`compare --precision` with several names: one layer in several precisions side by side, and which operand costs what.
 
-Every precision is judged under its own gauge and measured against the same exact values. Here recipes are emulated, so
+Every precision is judged under its own gauge and measured against the same exact values. Except in `te` recipes are emulated, so
 their time says what the emulation costs; bytes say what a kernel that has the format would read.
 """
 
@@ -217,7 +217,9 @@ def _print(problem: Problem, measured: Sequence[Measured]) -> None:
     out().print(summary)
     out().print(errors)
     out().print(
-        "Errors are relative to the tensor's own RMS. Recipes are emulated: their time is the emulation's.", style="dim"
+        "Errors are relative to the tensor's own RMS. Only te multiplies a recipe's operands; elsewhere the time is "
+        "the emulation's.",
+        style="dim",
     )
 
 

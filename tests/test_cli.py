@@ -192,6 +192,9 @@ def test_list_and_doctor_as_json():
     rows = {r["name"]: r for r in json.loads(run("list", "--json").stdout)}
     assert rows["loop_and_pad"]["here"]
     assert not rows["te"]["here"] and rows["te"]["reason"]
+    assert rows["blocked"]["recipes"]["mxfp8"]["here"] and not rows["ragged_dot"]["recipes"]["mxfp8"]["here"]
+    assert rows["te"]["recipes"]["mxfp8"]["reason"] == rows["te"]["reason"]
+    assert rows["te"]["recipes"]["fp8-current"]["host_sync"] and not rows["te"]["recipes"]["mxfp8"]["host_sync"]
     found = json.loads(run("doctor", "--json").stdout)
     assert found["environment"]["versions"]["jax"]
 

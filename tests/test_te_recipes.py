@@ -275,3 +275,14 @@ def test_copies_to_the_host_are_labelled_by_problem():
     assert needs(te, SMALL.replace(recipe="none"), frozenset()) == ""
     assert needs(te, SMALL.replace(recipe="mxfp8"), frozenset()) == ""
     assert laws_named(["one-executable"])[0].unmet(te, SMALL, frozenset())
+
+
+def test_the_list_says_what_a_hopper_gpu_quantises(monkeypatch, capsys):
+    from dropless.parity import cli_info
+
+    monkeypatch.setattr(cli_info.registry, "names", lambda: ["te"])
+    monkeypatch.setattr(cli_info.registry, "get", lambda name: _on(HOPPER))
+    cli_info.list_()
+    said = " ".join(capsys.readouterr().out.split())
+    assert "te takes recipe fp8-current fp8-current copies group sizes to the host" in said
+    assert "not mxfp8: recipe is 'mxfp8' and compute capability 9.0" in said

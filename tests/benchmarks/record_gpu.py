@@ -13,9 +13,9 @@ calls of a shape, its grouped GEMMs alone included, are timed in turn, so that t
 from __future__ import annotations
 
 import argparse
-import importlib
+import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,24 +23,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from dropless.optimized.te import grouped_gemm as gg
-from dropless.optimized.te import rows
-from dropless.optimized.te.hidden import hidden, hidden_gradient
-from dropless.parity import complete, get, registry
-from dropless.parity.bounds import dense_flops, dense_gemm
-from dropless.parity.compare import Finding, judge, same_bits
+from dropless.parity import complete, get
+from dropless.parity.bounds import dense_flops
 from dropless.parity.costs import cost, flops
-from dropless.parity.findings import to_record
 from dropless.parity.inputs import Case, make_cotangent, make_weights, make_x
 from dropless.parity.interface import Implementation, Unsupported
 from dropless.parity.job import Job
-from dropless.parity.judge import dtype_of, route_findings
 from dropless.parity.patterns import routing_ids
 from dropless.parity.presets import PRESETS
 from dropless.parity.problem import Params, Problem, Router, Routing
 from dropless.parity.records import CaseRecord, ResultRecord, new_case, new_record, write
 from dropless.parity.stages import stage_call
-from dropless.parity.timing import Call, measure, prepare
+from dropless.parity.timing import Call, measure
+from gpu_beside import ALONE, EXPERT_CALLS, Makers, own_gemms, unquantised
+from gpu_judge import judged
 from gpu_laws import record_laws
 from gpu_quantisers import record_quantisers
 
@@ -66,9 +62,7 @@ ORDER = (
 )
 """Presets by what they add to the shapes; qwen3-30b-a3b is one of those."""
 SHAPE_CALLS = ("experts forward", "experts forward+backward", "layer forward", "layer forward+backward")
-ALONE = {"experts": "experts' grouped GEMMs alone", "layer": "layer's grouped GEMMs alone"}
 RECIPE = "fp8-current"
-EXPERT_CALLS = ("experts forward", "experts forward+backward")
 PRESET_CALLS = ("experts forward+backward", "layer forward")
 BLOCKS, ROUNDS = 4, 4
 """Every call is timed ROUNDS times in each of BLOCKS turns."""
@@ -99,7 +93,7 @@ def record_case(
     problem: Problem,
     whats: tuple[str, ...],
     *,
-    beside: Callable[[Implementation, list[Case]], dict[str, Callable[[], Call]]] | None,
+    beside: Callable[[Implementation, list[Case]], Makers] | None,
 ) -> CaseRecord:
     """One problem on one implementation; `beside` makes the calls that are timed in turn with it, and not judged."""
     result = ResultRecord(implementation=implementation.name, verdict="agree")
@@ -116,14 +110,20 @@ def record_case(
         return record
     makers = {what: lambda what=what: stage_call(implementation, what, cases) for what in whats}
     makers |= beside(implementation, cases) if beside else {}
+    clock = [time.perf_counter()]
     try:
         with ThreadPoolExecutor(len(makers)) as pool:
             calls = dict(zip(makers, pool.map(lambda make: make(), makers.values()), strict=True))
-        result.findings = judged(cases, {what: (0, calls[what](0)) for what in whats})
-        if all(f.ok for f in result.findings):
-            # Products of several streams overlap: their kernels' times add up to more than has passed.
-            in_turn(list(calls.values()), overlapping=bool(implementation.host_sync(problem)))
-            result.after = judged(cases, {what: calls[what].last for what in whats})
+        clock.append(time.perf_counter())
+        before = [(what, calls[what](1)) for what in whats]
+        # Products of several streams overlap: their kernels' times add up to more than has passed.
+        in_turn(list(calls.values()), overlapping=bool(implementation.host_sync(problem)))
+        clock.append(time.perf_counter())
+        # The last repetition ran variant 1 too, so one pass of the oracle judges what came before and after the timing.
+        result.findings, result.after = judged(cases[1], before, [(what, _last(calls[what], 1)) for what in whats])
+        clock.append(time.perf_counter())
+        spent = (round(b - a, 1) for a, b in itertools.pairwise(clock))
+        result.notes["seconds"] = dict(zip(("compile", "time", "judge"), spent, strict=True))
     except Unsupported as declined:
         result.verdict, result.reason = "cannot run", str(declined)
         return record
@@ -143,23 +143,9 @@ def record_case(
     return record
 
 
-def own_gemms(implementation: Implementation, cases: list[Case]) -> dict[str, Callable[[], Call]]:
-    """The grouped GEMMs of the experts, at the routing they are given, and of the layer, at its own; and a dense one."""
-    problem = cases[0].problem
-    route = jax.jit(lambda p, x: implementation.stage("layer")(problem, p, x).routing)
-    found: dict[str, Callable[[], Call]] = {"dense GEMM": lambda: dense_gemm(problem, problem.routed_rows)}
-    for stage, routings in (
-        ("experts", [c.routing for c in cases]),
-        ("layer", [route(c.params, c.x) for c in cases]),
-    ):
-        found |= {f"{ALONE[stage]}{tail}": call for tail, call in gemms(cases, routings).items()}
-    return found
-
-
-def unquantised(implementation: Implementation, cases: list[Case]) -> dict[str, Callable[[], Call]]:
-    """The same experts in bfloat16."""
-    plain = [c.replace(problem=c.problem.replace(recipe="none")) for c in cases]
-    return {f"bfloat16: {w}": lambda w=w: stage_call(implementation, w, plain) for w in EXPERT_CALLS}
+def _last(call: Call, variant: int) -> Any:
+    assert call.last is not None and call.last[0] == variant
+    return call.last[1]
 
 
 def drawn(problem: Problem, seed: int) -> Case:
@@ -206,44 +192,6 @@ def params(problem: Problem) -> Params:
     return Params(**{name: normal(k, *shapes[name]) for k, name in zip(keys, shapes, strict=True)})
 
 
-def gemms(cases: list[Case], routings: list[Routing]) -> dict[str, Callable[[], Call]]:
-    """The layer's grouped GEMMs and nothing else, on the very operands it has: two forward, six with the backward pass.
-
-    What the operands hold decides how much power a product draws, and with it the clock: random ones of one size would
-    be another measurement.
-    """
-    problem, spec = cases[0].problem, cases[0].problem.experts
-
-    @jax.jit
-    def operands(case_params: Params, x: Any, routing: Routing, dy: Any) -> tuple:
-        at, P = rows.plan(routing.topk_idx, problem.E), problem.routed_rows
-        found, weight = rows.spread(x, at.row_of_slot, P, routing.topk_weights)
-        d, _ = rows.spread(dy, at.row_of_slot, P)
-        pre = gg.product(found, case_params.wi, at.group_sizes)
-        h = hidden(spec, pre, weight if spec.weight_placement == "early" else None)
-        weighted_h, d_pre, _ = hidden_gradient(
-            spec, pre, gg.transposed_product(d, case_params.wo, at.group_sizes), weight
-        )
-        return found, h, d, weighted_h, d_pre, at.group_sizes, case_params.wi, case_params.wo
-
-    inputs = [operands(c.params, c.x, r, c.cotangent) for c, r in zip(cases, routings, strict=True)]
-
-    def forward(found: Any, h: Any, d: Any, weighted_h: Any, d_pre: Any, sizes: Any, wi: Any, wo: Any) -> Any:
-        return gg.product(found, wi, sizes), gg.product(h, wo, sizes)
-
-    def both(found: Any, h: Any, d: Any, weighted_h: Any, d_pre: Any, sizes: Any, wi: Any, wo: Any) -> Any:
-        return (
-            forward(found, h, d, weighted_h, d_pre, sizes, wi, wo),
-            (gg.transposed_product(d, wo, sizes), gg.kernel_gradient(weighted_h, d, sizes)),
-            (gg.transposed_product(d_pre, wi, sizes), gg.kernel_gradient(found, d_pre, sizes)),
-        )
-
-    return {
-        "": lambda: prepare("grouped GEMMs alone", forward, inputs),
-        ", forward+backward": lambda: prepare("grouped GEMMs alone, forward+backward", both, inputs),
-    }
-
-
 def in_turn(calls: list[Call], *, overlapping: bool = False) -> None:
     """Times all calls in BLOCKS turns and keeps every repetition; wall time alone where kernels overlap."""
     wall: list[list[float]] = [[] for _ in calls]
@@ -260,63 +208,13 @@ def in_turn(calls: list[Call], *, overlapping: bool = False) -> None:
         call.device_timer = "" if overlapping else call.device_timer
 
 
-def judged(cases: list[Case], outputs: dict[str, tuple[int, Any]]) -> list[Any]:
-    """Outputs of `stage_call`, each with its input variant, against the oracle on the device.
-
-    One pass of the oracle serves all calls of a stage, and kernels are judged one expert at a time, never on the host.
-    """
-    module = importlib.import_module(registry.get("oracle_device").stage("experts").__module__)
-    found = []
-    for stage in ("experts", "layer"):
-        of_stage = {what: out for what, out in outputs.items() if what.startswith(stage)}
-        for variant in sorted({v for v, _ in of_stage.values()}):
-            case, outs = cases[variant], [out for v, out in of_stage.values() if v == variant]
-            if stage == "experts":
-                pieces = module.stream_experts(case.problem, case.params, case.x, case.routing, case.cotangent)
-                found += [to_record(f, stage) for f in worst(case, outs, pieces)]
-            else:
-                found += [to_record(f, stage) for f in judged_layer(module, case, outs)]
-    return found
-
-
-def judged_layer(module: Any, case: Case, outs: list[Any]) -> list[Finding]:
-    """Live layers: their choices, which must be the same ones, and everything else at these choices."""
-    both = [out if isinstance(out, tuple) else (out, {}) for out in outs]
-    first = both[0][0]
-    found = route_findings(case, jax.tree.map(np.asarray, first.routing), oracle="oracle_device", weights=False)
-    ids = np.asarray(first.routing.topk_idx)
-    counts = np.bincount(ids.ravel(), minlength=case.problem.E).astype(np.int32)
-    got = []
-    for output, grads in both:
-        found.append(same_bits("topk_idx", np.asarray(output.routing.topk_idx), ids))
-        found.append(same_bits("group_sizes", np.asarray(output.group_sizes), counts))
-        losses = {name: getattr(output.losses, name) for name in ("balance", "sequence", "z")}
-        got.append({"y": output.y, "weights": output.routing.topk_weights, **losses, **grads})
-    pieces = module.stream_layer(case.problem, case.params, case.x, ids, case.cotangent)
-    return found + worst(case, got, pieces)
-
-
-def worst(case: Case, outs: list[dict[str, Any]], pieces: Iterator[tuple[str, int | None, Any]]) -> list[Finding]:
-    """One finding a tensor: the worst piece of the worst output."""
-    found: dict[str, Finding] = {}
-    for name, expert, exact in pieces:
-        for got in outs:
-            if name not in got:
-                continue
-            mine = got[name] if expert is None else got[name][expert]
-            finding = judge(name, mine, exact, dtype=dtype_of(case.problem, name))
-            old = found.get(name)
-            if old is None or (not finding.ok, finding.measured or 0.0) > (not old.ok, old.measured or 0.0):
-                found[name] = finding if expert is None else finding.replace(expert=expert)
-    return list(found.values())
-
-
 def show(case: CaseRecord, seconds: float) -> None:
     """The lines that matter at the end of a log."""
     result = case.results[0]
     worst_percent = max((f.percent or 0.0 for f in (*result.findings, *result.after)), default=0.0)
     print(
-        f"{case.label}: {result.verdict} {result.reason} worst {worst_percent:.0f} % of bar, {seconds:.0f} s",
+        f"{case.label}: {result.verdict} {result.reason} worst {worst_percent:.0f} % of bar, {seconds:.0f} s, "
+        f"of it {result.notes.get('seconds')}",
         flush=True,
     )
     median = {t.what: t.median for t in (*result.timings, *case.bounds)}
