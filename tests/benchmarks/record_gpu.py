@@ -3,7 +3,8 @@
     python tests/benchmarks/record_gpu.py FOLDER --part laws [--examples N] [--workers N] [--seconds N]
     python tests/benchmarks/record_gpu.py FOLDER --part shapes [--shape A]... [--seconds N]
     python tests/benchmarks/record_gpu.py FOLDER --part presets [--preset NAME]... [--seconds N]
-    python tests/benchmarks/record_gpu.py FOLDER --part fp8 [--shape A]... [--workers N] [--seconds N]
+    python tests/benchmarks/record_gpu.py FOLDER --part fp8-laws [--examples N] [--workers N] [--seconds N]
+    python tests/benchmarks/record_gpu.py FOLDER --part fp8 [--shape A]... [--seconds N]
 
 Each part is a process of its own and writes FOLDER/te-PART.json after every step, so that a run that is cut short leaves what it
 has; past --seconds no further step begins. Parameters are drawn on the device: a large layer would take minutes on the host. All
@@ -236,7 +237,7 @@ def main() -> None:
     """Runs one part."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--part", choices=("laws", "shapes", "presets", "fp8"), required=True)
+    parser.add_argument("--part", choices=("laws", "shapes", "presets", "fp8", "fp8-laws"), required=True)
     parser.add_argument("--seconds", type=float, default=3600.0)
     parser.add_argument("--examples", type=int, default=3)
     parser.add_argument("--workers", type=int, default=6, help="processes that run laws side by side")
@@ -260,9 +261,10 @@ def main() -> None:
     elif given.part == "presets":
         chosen = {n: PRESETS[n].problem(T=TOKENS, dtype="bfloat16") for n in given.preset or ORDER}
         timed(given.folder, "presets", chosen, PRESET_CALLS, spare)
-    else:
+    elif given.part == "fp8-laws":
         record_quantisers(given.folder / "te-fp8-quantiser.json", NAME)
         record_laws(given.folder / "te-fp8-laws.json", job, recipe=RECIPE, deadline=deadline, workers=given.workers)
+    else:
         quantised = {f"{n}, {RECIPE}": p.replace(recipe=RECIPE) for n, p in shapes.items()}
         timed(given.folder, "fp8", quantised, EXPERT_CALLS, spare)
 
