@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Annotated, Any
 
+import jax
 import typer
 from rich.markup import escape
 
 from . import options as o
 from .interface import Implementation
-from .ladder import RUNGS, WHAT, rows
+from .ladder import RUNGS, SPREAD, WHAT, rows
 from .records import new_record, write, write_text
 from .tables import load_line, problem_line
 from .terminal import out, progress, rate, seconds, size, table
@@ -39,15 +41,19 @@ def ladder(
     target = o.record_path(out_, "dropless-ladder")
     o.check_writable(html)
     name = preset or PRESET
-    workload = build(
-        Request(preset=name, full=full, tokens=tokens, skew=skew, exponent=exponent, dtype=dtype, seed=seed)
-    )
+    request = Request(preset=name, full=full, tokens=tokens, skew=skew, exponent=exponent, dtype=dtype, seed=seed)
+    workload = build(request)
     implementations = runnable()
+    alone = [i for i in implementations if i.name not in SPREAD]
+    ranks = ranks_for(workload.problem.E, workload.problem.T)
     record = new_record("ladder", seed=seed, command=asked)
+    chosen = Options(whats=("experts forward", WHAT), layer=False)
     with progress(len(implementations) + 1, "ladder") as step:
-        case = run_case(
-            workload.cases, implementations, Options(whats=("experts forward", WHAT), layer=False, step=step)
-        )
+        case = run_case(workload.cases, alone, dataclasses.replace(chosen, step=step))
+        if ranks > 1 and len(alone) < len(implementations):
+            spread = build(dataclasses.replace(request, ep=ranks))
+            there = [i for i in implementations if i.name in SPREAD]
+            case.results += run_case(spread.cases, there, dataclasses.replace(chosen, step=step)).results
     case.label, case.source, case.exponent = workload.label, workload.source, exponent
     case.pattern = skew or "zipf"
     record.cases.append(case)
@@ -64,6 +70,11 @@ def ladder(
         write_text(html, page([runs([record]), ladder_section(record)], "dropless ladder"))
     console.print(f"Record: {write(target, record)}", highlight=False, soft_wrap=True)
     return 1 if record.disagreements else 0
+
+
+def ranks_for(E: int, T: int) -> int:
+    """The most of this process's devices, up to 8, among which E experts and T tokens divide evenly."""
+    return max(n for n in range(1, min(jax.device_count(), 8) + 1) if E % n == 0 and T % n == 0)
 
 
 def runnable() -> list[Implementation]:

@@ -136,6 +136,10 @@ RUNGS: tuple[Rung, ...] = (
 )
 
 
+SPREAD = ("te_ep",)
+"""Rungs of several devices: they do the same work, spread over all that are here."""
+
+
 def shipped() -> list[Record]:
     """Ladder records that come with the package, data/ladder-DEVICE.json: one for each reference device."""
     folder = resources.files("dropless.parity") / "data"

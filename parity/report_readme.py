@@ -18,7 +18,7 @@ from . import report
 from .problem import InvalidInput
 from .records import Record, read, write_text
 from .report_sections import matrix, speedup, times
-from .report_views import gpu_matrix, guard_rates, headline, ladder_table, picture
+from .report_views import gpu_matrix, guard_rates, headline, ladder_table, laws, picture
 
 PART = re.compile(r"(<!-- generated: (?P<view>\S+)(?P<paths>(?: \S+)*) -->\n)(?P<body>.*?)(<!-- end -->)", re.S)
 
@@ -54,6 +54,7 @@ VIEWS: dict[str, Callable[[Sequence[Record]], list[str]]] = {
     "times": _times,
     "ladder": ladder_table,
     "gpu-matrix": gpu_matrix,
+    "laws": laws,
     "guard-rates": guard_rates,
 }
 """View -> lines of Markdown from records. `picture` is one more: it writes an SVG beside the file that shows it."""

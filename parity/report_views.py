@@ -125,15 +125,18 @@ def gpu_matrix(records: Sequence[Record]) -> list[str]:
     reasons: dict[tuple[str, str], str] = {}
     columns: list[tuple[str, str]] = []
     for case in (c for r in records for c in r.cases):
-        dtype = str(Problem.from_json(case.problem).dtype)
+        problem = Problem.from_json(case.problem)
+        precision = str(problem.dtype) if problem.recipe == "none" else problem.recipe
         for r in case.results:
-            column = (r.implementation, dtype)
+            column = (r.implementation, precision)
             if r.verdict == "cannot run":
                 reasons.setdefault(column, r.reason)
                 continue
             if column not in columns:
                 columns.append(column)
             for f in (*r.findings, *r.after):
+                if f.verdict == "cannot run":
+                    continue
                 key = (f.stage or "experts", *column)
                 if not f.ok:
                     worst[key] = "FAILS"
@@ -153,6 +156,28 @@ def gpu_matrix(records: Sequence[Record]) -> list[str]:
         [""] + [f"* `{name}` {dtype} cannot run: {why}" for (name, dtype), why in reasons.items()] if reasons else []
     )
     return lines
+
+
+def laws(records: Sequence[Record]) -> list[str]:
+    """How many laws each implementation kept, and every one that it did not or that was not judged, with its reason."""
+    counts, other = [], []
+    for r in (r for record in records for case in record.cases for r in case.results):
+        judged = [f for f in r.findings if f.law]
+        agreed = [f for f in judged if f.verdict == "agree"]
+        worst = [f.percent for f in agreed if f.percent is not None]
+        counts.append([f"`{r.implementation}`", str(len(agreed)), percent(max(worst)) if worst else "exact"])
+        other += [
+            [
+                f"`{r.implementation}`",
+                f"`{f.law}`",
+                f.verdict or ("agree" if f.ok else "FAILS"),
+                f.message.replace("|", "/"),
+            ]
+            for f in judged
+            if f.verdict != "agree"
+        ]
+    lines = table(["implementation", "laws that agree", "worst error, % of bar"], counts)
+    return [*lines, "", *table(["implementation", "law", "verdict", "because"], other)] if other else lines
 
 
 def guard_rates(records: Sequence[Record]) -> list[str]:
