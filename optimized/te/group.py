@@ -30,8 +30,8 @@ MOST_TOKENS = 8192
 MOST_RANKS = 64
 LEAST_ROW = 16
 """Bytes of a token."""
-COMM_SMS = 0
-"""Multiprocessors that an exchange's kernels take; 0 is TE's own choice, 32."""
+COMM_SMS = 64
+"""Most multiprocessors of an exchange's kernels, beside which nothing else runs here; TE's own choice is 32."""
 
 
 @dataclass(frozen=True)

@@ -22,13 +22,15 @@ from .group import ALIGN, current
 
 def prepare(problem: Problem, topk_idx: Int[Array, "W t K"]) -> tuple[Array, Array, Array]:
     """(padded group sizes, rows that each rank is sent, routing state), each pinned to its rank."""
-    return split(problem, *_tex().ep_prepare(config(problem), topk_idx))
+    padded, received, handle = split(problem, *_tex().ep_prepare(config(problem), topk_idx))
+    return padded, received, handle
 
 
 def dispatch(problem: Problem, handle: Array, topk_idx: Array, x: Array, weights: Array) -> tuple[Array, Array]:
     """(rows, their weights): TE's dispatch."""
     found = _tex().ep_dispatch_fwd(config(problem), handle, topk_idx, x, weights, _capacity())
-    return split(problem, *found)
+    rows, row_weights = split(problem, *found)
+    return rows, row_weights
 
 
 def dispatch_gradient(problem: Problem, handle: Array, d_rows: Array, d_row_weights: Array) -> tuple[Array, Array]:
@@ -42,7 +44,8 @@ def dispatch_gradient(problem: Problem, handle: Array, d_rows: Array, d_row_weig
         num_local_tokens=_tokens(problem),
         out_partition_spec=spec(problem),
     )
-    return split(problem, *found)
+    dx, d_weights = split(problem, *found)
+    return dx, d_weights
 
 
 def combine(problem: Problem, handle: Array, rows: Array) -> Array:
@@ -68,9 +71,9 @@ class Made:
 def again(problem: Problem, handle: Array, topk_idx: Array, made: Made) -> Array:
     """The routing state for a backward: the forward's own, or else a new one from the same ids.
 
-    TE knows a state by the address of its buffer. Where forward and backward are one program the buffer stays; a loop
-    such as `scan` stacks what its forward saves, and the backward's slice of that stack lies elsewhere, which TE answers
-    by ending the process. There, and wherever it cannot be told, the state is prepared again.
+    TE knows a state by the address of its buffer, and asks for the same address at every step. Where forward and backward
+    are one program the buffer stays; a loop such as `scan` stacks what its forward saves, and the backward's slice of
+    that stack lies elsewhere. There, and wherever it cannot be told (`jax.checkpoint`), the state is prepared again.
     """
     return handle if made.handle() is handle else prepare(problem, topk_idx)[2]
 

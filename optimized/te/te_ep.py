@@ -181,9 +181,17 @@ def _per_rank(problem: Problem, local: Any, by_row: int, by_kernel: int = 0) -> 
         mapped = jax.shard_map(
             rank, mesh=device_mesh(mesh), in_specs=(by_token(mesh), by_expert(mesh)), out_specs=out, check_vma=False
         )
-        return mapped(arrays, there)
+        # As one piece: a `scan` would hoist the constants of TE's products out of its loop, as a shard_map without
+        # operands, and XLA's import of shardings (JAX 0.11.2) ends the process on one.
+        whole = jax.custom_batching.custom_vmap(mapped)
+        whole.def_vmap(_no_batch)
+        return whole(arrays, there)
 
     return run
+
+
+def _no_batch(*_: Any) -> Any:
+    raise NotImplementedError("te_ep under vmap; accepted: one batch, since NCCL EP exchanges one")
 
 
 def _weighted_bias(problem: Problem, weights: Array, topk_idx: Array, bias: Array) -> Array:

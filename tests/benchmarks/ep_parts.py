@@ -42,6 +42,9 @@ TOKENS = 8192
 SHARED_STATE = ("zero-weights", "repeatable", "dirty-memory", "layers-apart", "checkpoint", "scan")
 """Laws that are not about ranks, but whose state expert parallelism could share between calls."""
 
+VALUES = ("value", "gradient-x", "gradient-topk_weights", "gradient-wi", "gradient-wo", "idle-gradients", "nowhere")
+"""The other laws of xla_ep here: its local experts are `blocked`'s, which all laws judge on one device."""
+
 Step = Iterator[None]
 
 
@@ -52,19 +55,18 @@ def run(part: str, chosen: argparse.Namespace) -> None:
     if part.startswith("laws-"):
         laws(path, part.partition("-")[2], chosen)
         return
-    record = records.new_record(
-        "bench", command={"part": part, "ranks": RANKS, "names": chosen.names, "tiny": chosen.tiny}
-    )
+    names = ("xla_ep",) if part.startswith("xla_ep-") else ("te_ep", "te_block")
+    shape = part.removeprefix("xla_ep-")
+    command = {"part": part, "ranks": RANKS, "names": list(names), "tiny": chosen.tiny}
+    record = records.new_record("bench", command=command)
     steps: list[tuple[str, Step]] = []
-    if part in LAYERS:
-        cases = _cases(part, chosen)
-        steps += [(skew, _layers(record, *pair, chosen)) for skew, pair in cases.items()]
-    if part in EXCHANGED:
-        names = [n for n in chosen.names.split(",") if n != "te_block"]
+    if shape in LAYERS:
+        cases = _cases(shape, chosen)
+        steps += [(skew, _layers(record, *pair, names)) for skew, pair in cases.items()]
+    if shape in EXCHANGED:
         sizes = (16, 8) if chosen.tiny else (TOKENS, TOKENS // 2)
         steps += [
-            (f"{name} {t} tokens a rank", _moves(record, name, _problem(SHAPES[part], t, chosen.tiny)))
-            for name in names
+            (f"{names[0]} {t} tokens a rank", _moves(record, names[0], _problem(SHAPES[shape], t, chosen.tiny)))
             for t in sizes
         ]
     ready = [(name, step) for name, step in steps if _advance(record, path, name, step, "prepared")]
@@ -115,7 +117,8 @@ def laws(path: Path, name: str, chosen: argparse.Namespace) -> None:
     first: list[Law] = [*OF_EXCHANGE, *OF_RANKS, *(one for one in LAWS if one.name in SHARED_STATE)]
     done = {line["law"] for line in found}
     implementation = registry.complete(registry.get(name))
-    for law in [*first, *(one for one in LAWS if one not in first)]:
+    rest = [one for one in LAWS if one not in first and (name != "xla_ep" or one.name in VALUES)]
+    for law in [*first, *rest]:
         if law.name in done or law.unmet(implementation, problem):
             continue
         record.extra["under way"] = law.name
@@ -223,7 +226,7 @@ def _cases(part: str, chosen: argparse.Namespace) -> dict[str, tuple[Case, Case]
     return found
 
 
-def _layers(record: records.Record, drawn: Case, here: Case, chosen: argparse.Namespace) -> Step:
+def _layers(record: records.Record, drawn: Case, here: Case, names: tuple[str, ...]) -> Step:
     """The live layer: y judged at full size before and after, forward and backward timed, all implementations in turn."""
     problem = drawn.problem
     case = records.new_case(drawn.label, problem, source=drawn.label)
@@ -232,7 +235,7 @@ def _layers(record: records.Record, drawn: Case, here: Case, chosen: argparse.Na
     record.cases.append(case)
     reported: list[Any] = []
     able: dict[str, tuple[records.ResultRecord, dict[str, Callable[..., Any]]]] = {}
-    for name in chosen.names.split(","):
+    for name in names:
         implementation = registry.complete(registry.get(name))
         result = records.ResultRecord(implementation=name, verdict="cannot run")
         case.results.append(result)

@@ -1,12 +1,13 @@
 """Records expert parallelism on several GPUs: the laws, dispatch and combine alone, and whole layers, beside TE's block.
 
-    python tests/benchmarks/record_ep_gpu.py [--out FOLDER] [--only laws-te_ep,4096-8,...] [--names te_ep,...]
-                                             [--skews zipf,balanced] [--prepare SECONDS] [--limit SECONDS] [--tiny]
+    python tests/benchmarks/record_ep_gpu.py [--out FOLDER] [--only laws-te_ep,4096-8,...] [--skews zipf,balanced]
+                                             [--prepare SECONDS] [--limit SECONDS] [--tiny]
 
-NCCL EP has one group of one size a process, so each part is a process of its own. All start at once: they draw their
-inputs, compile, judge, and check the laws side by side, for --prepare seconds at most. Then, one part after the other
-and with nothing else running, each times its calls, for --limit seconds at most. Each writes its record after every step,
-and laws that end their process are recorded as such before the rest go on in another. Leave NVLink multicast off
+NCCL EP has one group of one size a process, so each part is a process of its own. They run in two waves, first te_ep and
+te_block, then xla_ep. The parts of a wave start at once: they draw their inputs, compile, judge, and check the laws side
+by side, for --prepare seconds at most. Then, one part after the other and with nothing else running, each times its calls,
+for --limit seconds at most. Each writes its record after every step, and a law that ends its process is recorded as such
+before the rest go on in another. Leave NVLink multicast off
 (NCCL_NVLS_ENABLE=0). NCCL_EP_JIT_CACHE_DIR and JAX_COMPILATION_CACHE_DIR make a second run start sooner. --tiny runs the
 same steps at small sizes on whatever devices are here, virtual ones too.
 """
@@ -14,6 +15,7 @@ same steps at small sizes on whatever devices are here, virtual ones too.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import subprocess
@@ -23,9 +25,12 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-NAMES = ("te_ep", "te_block", "xla_ep")
-PARTS = (*(f"laws-{name}" for name in NAMES), "7168-256", "2048-128", "7168-32", "4096-8")
+WAVES = (
+    ("laws-te_ep", "laws-te_block", "7168-256", "2048-128", "7168-32", "4096-8"),
+    ("laws-xla_ep", "xla_ep-7168-256", "xla_ep-2048-128", "xla_ep-7168-32", "xla_ep-4096-8"),
+)
 """Laws of one implementation each, then shapes by D and E."""
+PARTS = tuple(part for wave in WAVES for part in wave)
 STARTS = 4
 """Processes that one implementation's laws may end before the rest are given up."""
 READY = "[ready]"
@@ -33,13 +38,12 @@ GO = "go\n"
 
 
 def main() -> None:
-    """Starts every part, waits for the laws and the preparations, then lets the shapes time their calls in turn."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """Starts the parts of each wave, waits for laws and preparations, then lets the shapes time their calls in turn."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--only", default=",".join(PARTS))
-    parser.add_argument("--prepare", type=float, default=240.0)
-    parser.add_argument("--limit", type=float, default=60.0)
-    parser.add_argument("--names", default=",".join(NAMES), help="implementations to measure")
+    parser.add_argument("--prepare", type=float, default=170.0)
+    parser.add_argument("--limit", type=float, default=30.0)
     parser.add_argument("--skews", default="zipf,balanced", help="loads of the whole layers")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--part", default=None, help=argparse.SUPPRESS)
@@ -56,12 +60,13 @@ def main() -> None:
         if part not in PARTS:
             sys.exit(f"--only has {part!r}; accepted: {', '.join(PARTS)}")
         (chosen.out / f"{part}.json").unlink(missing_ok=True)
-    running = [Part(part, chosen) for part in parts]
-    end = time.monotonic() + chosen.prepare
-    for part in running:
-        part.prepared(end)
-    for part in running:
-        part.finish(chosen.limit)
+    for wave in WAVES:
+        end = time.monotonic() + chosen.prepare
+        running = [Part(part, chosen) for part in wave if part in parts]
+        for part in running:
+            part.prepared(end)
+        for part in running:
+            part.finish(chosen.limit)
 
 
 class Part:
@@ -69,7 +74,7 @@ class Part:
 
     def __init__(self, name: str, chosen: argparse.Namespace):
         self.name = name
-        self.command = [sys.executable, __file__, "--part", name, "--out", str(chosen.out), "--names", chosen.names]
+        self.command = [sys.executable, __file__, "--part", name, "--out", str(chosen.out)]
         self.command += ["--skews", chosen.skews, *(["--tiny"] if chosen.tiny else [])]
         self.began = time.monotonic()
         self.starts = 0
@@ -115,7 +120,8 @@ class Part:
     def finish(self, limit: float) -> None:
         """Lets the part time its calls, and ends it after `limit` seconds."""
         began = time.monotonic()
-        if self.process.poll() is None and self.process.stdin is not None:
+        with contextlib.suppress(BrokenPipeError):  # it has ended
+            assert self.process.stdin is not None
             self.process.stdin.write(GO)
             self.process.stdin.flush()
         try:
