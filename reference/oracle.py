@@ -16,6 +16,7 @@ from ..parity.problem import Losses, Output, Params, Problem, Routing
 from . import oracle_router as router
 from . import oracle_rows as rows
 from .oracle_gauge import Noise
+from .oracle_repeats import kinds_of, repeats
 from .oracle_routes import RouteView, best_choice
 from .oracle_totals import Gradients, independent, judge_losses, loss_slopes, segments_of
 
@@ -147,6 +148,7 @@ class _Run:
         self.gate: Any = [None if leaf is None else wide(leaf) for leaf in router.leaves_of(params)]
         self.x = wide(x)
         self.dy = None if cotangent is None else wide(cotangent)
+        self.kinds = kinds_of(x) if cotangent is not None and kernels else None
 
     def score(self, t: int) -> router.Scores:
         return router.scores(np, self.problem, self.noise, self.gate, self.x[t])
@@ -163,14 +165,20 @@ class _Run:
                 operands=noise.operands,
                 tokens=self.x,
             )
-            for t, k in visits:
+            same = None
+            if self.dy is not None:
+                same = repeats(self.kinds, visits[:, 0], w[visits[:, 0], visits[:, 1]], self.dy[visits[:, 0]])
+            for i, (t, k) in enumerate(visits):
                 f = rows.forward(np, problem, noise, expert, self.x[t], w[t, k], var_w[t, k])
                 out.y.add(t, f.weighted, f.var_weighted, f.lumps)
                 out.kinks += int(f.hidden.kinks)
                 if self.dy is None:
                     continue
-                b = rows.backward(np, problem, noise, expert, self.x[t], w[t, k], var_w[t, k], self.dy[t], f)
-                out.add_expert(e, self.x[t], self.dy[t], b)
+                here = None if same is None else same.row(i)
+                b = rows.backward(
+                    np, problem, noise, expert, self.x[t], w[t, k], var_w[t, k], self.dy[t], f, repeats=here
+                )
+                out.add_expert(e, self.x[t], self.dy[t], b, here)
                 out.x.add(t, b.dx, b.var_dx, b.lumps["x"])
                 out.dweight[t, k], out.var_dweight[t, k] = b.dweight, b.var_dweight
         return out
@@ -200,13 +208,18 @@ class _Run:
     def _shared(self, out: Gradients, real: np.ndarray) -> None:
         problem, noise = self.problem, self.noise
         expert = rows.Expert.of(wide(self.params.need("shared_wi")), wide(self.params.need("shared_wo")))
-        for t in np.nonzero(real)[0]:
+        tokens = np.nonzero(real)[0]
+        same = None if self.dy is None else repeats(self.kinds, tokens, np.ones(len(tokens)), self.dy[tokens])
+        for i, t in enumerate(tokens):
             f = rows.forward(np, problem, noise, expert, self.x[t], None, None, shared=True)
             out.y.add(t, f.weighted, f.var_weighted, f.lumps)
             if self.dy is not None:
-                b = rows.backward(np, problem, noise, expert, self.x[t], None, None, self.dy[t], f, shared=True)
+                here = None if same is None else same.row(i)
+                b = rows.backward(
+                    np, problem, noise, expert, self.x[t], None, None, self.dy[t], f, shared=True, repeats=here
+                )
                 out.x.add(t, b.dx, b.var_dx, b.lumps["x"])
-                out.add_shared(self.x[t], self.dy[t], b)
+                out.add_shared(self.x[t], self.dy[t], b, here)
                 out.kinks_shared += int(f.hidden.kinks)
 
     def _router(self, out: Gradients, scored: dict[int, Any], ids: np.ndarray, dprobs: np.ndarray, dz: float) -> None:

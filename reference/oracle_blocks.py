@@ -44,7 +44,7 @@ def block(problem: Problem, shared: bool, backward: bool) -> Any:
         terms = (jnp.where(valid, v, 0.0).sum(0) for v in (b, var_b, b * b))
         return tuple(p + t for p, t in zip(parts, (*terms, *_lumped(lumps, valid)), strict=True))
 
-    def step(moving, expert, e, x, dy, t, k, w, var_w):
+    def step(moving, expert, e, x, dy, t, k, w, var_w, repeats=None):
         y, dx, (dweight, var_dweight), sums = moving
         expert = rows.Expert.of(
             *(None if leaf is None else leaf[e].astype(jnp.float64) for leaf in expert),
@@ -61,7 +61,7 @@ def block(problem: Problem, shared: bool, backward: bool) -> Any:
         if not backward:
             return (y, dx, (dweight, var_dweight), sums), kinks
         ds = dy[at].astype(jnp.float64)
-        b = rows.backward(jnp, problem, noise, expert, xs, wt, vt, ds, f, shared)
+        b = rows.backward(jnp, problem, noise, expert, xs, wt, vt, ds, f, shared, repeats)
         if not shared:
             dweight = dweight.at[t, k].set(b.dweight, mode="drop")
             var_dweight = var_dweight.at[t, k].set(b.var_dweight, mode="drop")
@@ -73,6 +73,8 @@ def block(problem: Problem, shared: bool, backward: bool) -> Any:
         floor = jnp.where(valid, b.var_floor, 0.0).sum(0)[:, None]
         turned = outer(_turned(wo), ds, b.weighted_h, b.var_weighted_h, b.lumps["wo"], valid)
         wo = _turned(turned)
+        if repeats is not None:
+            floor = floor + jnp.where(valid, b.var_common_h, 0.0).T @ repeats.dy**2
         wo = (wo[0], wo[1] + floor, *wo[2:])
         if problem.experts.wi_bias and not shared:
             wi_bias = column(wi_bias, b.dpre, b.var_dpre, b.lumps["wi_bias"], valid)

@@ -13,6 +13,7 @@ from ..parity.problem import Params, Problem
 from ..parity.tolerances import COUNT
 from .oracle_gauge import Expert, Lumps, Noise, transcendental
 from .oracle_hidden import Hidden, hidden_units
+from .oracle_repeats import Repeats
 
 
 class Forward(NamedTuple):
@@ -43,6 +44,8 @@ class Backward(NamedTuple):
     weighted_h: Any
     var_weighted_h: Any
     """wo's gradient is the sum of weighted_h (outer) dy; the variance holds every rounding of w, h, w*h and w*dy."""
+    var_common_h: Any
+    """Of weighted_h for weight 1, which copies of the row share: it multiplies the square of `Repeats.dy`. None without copies."""
     var_floor: Any
     """What underflow of w*dy, in storage dtype or a quantised one, adds in each column, whatever dy is."""
     dbias: Any
@@ -91,8 +94,9 @@ def backward(
     dy: Any,
     f: Forward,
     shared=False,
+    repeats: Repeats | None = None,
 ) -> Backward:
-    """Gradients of sum(dy * w * y) for rows with their own dy."""
+    """Gradients of sum(dy * w * y) for rows with their own dy; `repeats` says which rows are copies of each other."""
     z = f.hidden
     width, depth = z.h.shape[-1], dy.shape[-1]
     w = xp.ones_like(x[..., :1]) if shared else w[..., None]
@@ -155,6 +159,10 @@ def backward(
     var_wh = w * w * z.var_h
     if not shared:
         var_wh = var_wh + noise.rounded("weighted_h", wh) + COUNT["weighted_dy"] * noise.u2 * wh * wh
+    common = None
+    if repeats is not None:
+        common = _common(xp, problem, noise, expert, z, relative, var_wh / (unit * unit), repeats)
+        var_dpre = var_dpre + common.dpre
     var_operand, x_floor = var_dpre, None
     if coarse:
         ops = noise.operands
@@ -175,8 +183,8 @@ def backward(
         var_dx=var_dx + together["x"],
         lumps={
             "x": _lumps((var_dpre if own is None else var_dpre + own) * expert.wi2.sum(0), whole["x"]),
-            "wi": _lumps(var_operand * x2[..., None], whole["wi"] * x2),
-            "wo": _lumps(var_wh * dy2[..., None], whole["wo"] * dy2),
+            "wi": _shared_lumps(_lumps(var_operand * x2[..., None], whole["wi"] * x2), common, "wi", x2),
+            "wo": _shared_lumps(_lumps(var_wh * dy2[..., None], whole["wo"] * dy2), common, "wo", x2),
             "wi_bias": Lumps(whole["wi"], whole["wi"] ** 2),
             "wo_bias": Lumps(whole["wo_bias"], whole["wo_bias"] ** 2),
         },
@@ -188,11 +196,57 @@ def backward(
         var_dpre_floor=x_floor,
         weighted_h=wh,
         var_weighted_h=var_wh + together["wo"],
+        var_common_h=None if common is None else common.h,
         var_floor=(0.0 if shared else COUNT["weighted_dy"] * noise.tiny2) * z.h * z.h
         + (noise.operands.fixed_floor("d_kernel", "gradient") * xp.maximum(w * w, 1.0) * z.h * z.h if coarse else 0.0),
         dbias=w * dy,
-        var_dbias=together["wo_bias"] + noise.rounded("weighted_dy", w * dy),
+        var_dbias=together["wo_bias"]
+        + noise.rounded("weighted_dy", w * dy)
+        + (0.0 if repeats is None else relative * repeats.dy**2),
     )
+
+
+class _Common(NamedTuple):
+    """This row's share of what copies of a row add to sums over tokens, by one error that they have in common."""
+
+    dpre: Any
+    """Added to the variance of dpre."""
+    h: Any
+    """Variance of h, for weight 1, that multiplies the square of `Repeats.dy`."""
+    copies: Any
+    """How many rows are equal: [..., 1]."""
+    dy2: Any
+    """Squared norm of `Repeats.dy`."""
+
+
+def _common(
+    xp: Any, problem: Problem, noise: Noise, expert: Expert, z: Hidden, relative: Any, var_h: Any, repeats: Repeats
+) -> _Common:
+    """Copies have one h, one slope and one weight, and differ in dy, so dh alone errs apart in each."""
+    dh = repeats.dy @ expert.wo.T
+    gate = (
+        (z.up * z.curvature) ** 2 * z.var_gate
+        + z.reach**2 * z.var_up
+        + (noise.rounded("slope", z.slope) + transcendental(z.h * 0, z.slope_parts)) * z.up**2
+        + (z.up * z.slope_jump) ** 2
+        + relative * (z.up * z.slope) ** 2
+    )
+    dpre = dh**2 * gate
+    if problem.experts.gated:
+        reach = xp.maximum(z.up_slope, xp.where(z.up_jump > 0, 1.0, 0.0))
+        up = reach * z.var_act + (z.act * z.up_jump) ** 2 + relative * (z.act * z.up_slope) ** 2
+        dpre = xp.concatenate([dpre, dh**2 * up], -1)
+    return _Common(dpre, var_h + relative * z.h**2, repeats.copies, (repeats.dy**2).sum(-1))
+
+
+def _shared_lumps(own: Lumps, common: _Common | None, name: str, x2: Any) -> Lumps:
+    """The row's lumps with those of its copies, of which each holds an equal share: n shares are one lump, not n."""
+    if common is None:
+        return own
+    parts = common.dpre * x2[..., None] if name == "wi" else common.h * common.dy2[..., None]
+    more = common.copies[..., 0] * (parts * parts).sum(-1)
+    # wi's total has them already, in the variance of dpre.
+    return Lumps(own.total + (0.0 if name == "wi" else parts.sum(-1)), own.squares + more)
 
 
 def _activation_variance(xp: Any, noise: Noise, expert: Expert, wh: Any, w: Any) -> Any:

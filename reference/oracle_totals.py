@@ -10,6 +10,7 @@ from ..parity.interface import Judged
 from ..parity.problem import Params, Problem
 from . import oracle_router as router
 from .oracle_gauge import Lumps, Noise
+from .oracle_repeats import Repeats
 
 
 class TokenSum:
@@ -98,19 +99,21 @@ class Gradients:
         self.steered = params.expert_bias is not None
         self.kinks = self.kinks_shared = 0
 
-    def add_expert(self, e: int, x: np.ndarray, dy: np.ndarray, b: Any) -> None:
-        """One row of expert e."""
+    def add_expert(self, e: int, x: np.ndarray, dy: np.ndarray, b: Any, repeats: Repeats | None) -> None:
+        """One row of expert e; `repeats` as its backward pass had it."""
         self._outer("wi", e, x, b.dpre, b.var_dpre_operand, b.lumps["wi"])
         if "wi" in self.sums and b.var_dpre_floor is not None:
             self.sums["wi"][1][e] += b.var_dpre_floor
         self._outer("wo", e, dy, b.weighted_h, b.var_weighted_h, b.lumps["wo"], b.var_floor)
+        self._copies("wo", e, b, repeats)
         self._sum("wi_bias", e, b.dpre, b.var_dpre, b.lumps["wi_bias"])
         self._sum("wo_bias", e, b.dbias, b.var_dbias, b.lumps["wo_bias"])
 
-    def add_shared(self, x: np.ndarray, dy: np.ndarray, b: Any) -> None:
+    def add_shared(self, x: np.ndarray, dy: np.ndarray, b: Any, repeats: Repeats | None) -> None:
         """One row of the shared expert."""
         self._outer("shared_wi", 0, x, b.dpre, b.var_dpre, b.lumps["wi"])
         self._outer("shared_wo", 0, dy, b.weighted_h, b.var_weighted_h, b.lumps["wo"], b.var_floor)
+        self._copies("shared_wo", 0, b, repeats)
 
     def add_gate(self, x: np.ndarray, dlogits: np.ndarray, var: np.ndarray) -> None:
         """One token's share of the router's parameters."""
@@ -152,6 +155,11 @@ class Gradients:
             var = self.sums[name][1]
             var[e if name in PER_EXPERT else ...] += floor[:, None]
         self._lump(name, e, lumps)
+
+    def _copies(self, name: str, e: int, b: Any, repeats: Repeats | None) -> None:
+        if name in self.sums and repeats is not None:
+            var = self.sums[name][1]
+            var[e if name in PER_EXPERT else ...] += b.var_common_h[:, None] * repeats.dy**2
 
     def _sum(self, name: str, e: int, b: Any, var_b: Any, lumps: Lumps) -> None:
         if name not in self.sums:

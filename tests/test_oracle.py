@@ -230,6 +230,28 @@ def test_groups_are_admissible_only_within_their_own_error():
     assert verdicts == {(0, 1): True, (2, 3): True, (0, 2): False, (4, 5): False}
 
 
+def test_copies_of_a_token_err_together():
+    """h of n equal rows has one error, so with one dy a kernel's gradient errs n times as much as one row's, not sqrt(n) times."""
+    n = 64
+    case = make_case(SMALL.replace(T=n, E=1, K=1), seed=6, pattern="balanced")
+    ids, w = np.zeros((n, 1), np.int32), np.full((n, 1), 0.5, np.float32)
+    once = SMALL.replace(T=1, E=1, K=1)
+
+    def gauges(problem, x, dy):
+        judged = oracle.judge_experts(problem, case.params, x, Routing(ids[: len(x)], w[: len(x)]), dy)
+        return {name: judged[name].gauge for name in ("wi", "wo", "wi_bias")}
+
+    x, dy = np.repeat(np.asarray(case.x[:1]), n, 0), np.repeat(np.asarray(case.cotangent[:1]), n, 0)
+    one, copies = gauges(once, x[:1], dy[:1]), gauges(case.problem, x, dy)
+    apart = gauges(case.problem, np.asarray(case.x), dy)
+    for name in ("wi", "wo", "wi_bias"):
+        grown = np.median(copies[name][one[name] > 0] / one[name][one[name] > 0])
+        alone = np.median(apart[name][one[name] > 0] / one[name][one[name] > 0])
+        assert 0.4 * n < grown < 1.5 * n, (name, grown)
+        assert alone < 0.75 * grown, (name, alone, grown)
+
+
+@pytest.mark.parametrize("copied", [False, True], ids=["", "copies"])
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
@@ -237,10 +259,12 @@ def test_groups_are_admissible_only_within_their_own_error():
         ("relu2, sqrtsoftplus", "float32"),
     ],
 )
-def test_the_device_oracle_is_the_oracle(name, dtype):
+def test_the_device_oracle_is_the_oracle(name, dtype, copied):
     router, experts = LAYERS[name]
     problem = Problem(T=50, K=2, E=6, D=12, F=5, dtype=dtype, router=router, experts=experts)
     case = make_case(problem, seed=2, pattern="zipf", exponent=2.0)
+    if copied:
+        case = case.replace(x=case.x[np.arange(50) % 9])
     ids = np.array(oracle.route(problem, case.params, case.x).topk_idx)
     marks = {"mask": np.arange(50) % 7 != 3, "segment_ids": np.arange(50) // 20}
     pairs = [
