@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dropless.optimized.te import exchange, group, grouped_gemm, te_block, te_ep
+from dropless.optimized.te import exchange, group, grouped_gemm, nccl_ep, te_block, te_ep
 from dropless.optimized.te.support import Facts
 from dropless.parity import registry, running
 from dropless.parity.inputs import make_case
@@ -44,7 +44,6 @@ class StandIn:
     def __init__(self):
         self.started = None
         self.starts = 0
-        self.prepared = 0
 
     def ep_bootstrap(self, **sizes):
         assert self.started is None, "EP bootstrap already initialized"
@@ -52,6 +51,7 @@ class StandIn:
         self.started, self.starts = sizes, self.starts + 1
 
     def ep_finalize(self):
+        jax.clear_caches()
         self.started = None
 
     guard = 0
@@ -81,7 +81,6 @@ class StandIn:
 
     def ep_prepare(self, config, ids):
         assert config.dispatch_output_per_expert_alignment == 128 and config.top_k == ids.shape[-1]
-        self.prepared += 1
         _, _, room = self.layout(ids)
         handle = jax.lax.bitcast_convert_type(ids, jnp.uint8).reshape(ids.shape[0], -1)
         return room, room.sum(1, keepdims=True), handle
@@ -202,9 +201,11 @@ def test_te_ep_agrees_with_the_oracle(te, placement):
 
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("stage", ["experts", "exchange"])
-def test_a_routing_state_is_prepared_again_where_its_buffer_may_have_moved(te, stage):
+def test_a_routing_state_is_prepared_again_where_its_buffer_may_have_moved(te, stage, monkeypatch):
     """TE knows a state by its address: one program uses it twice, a scan's backward may not."""
-    case = make_case(PROBLEM)
+    case, prepared = make_case(PROBLEM), []
+    for module in (nccl_ep, te_ep, exchange):
+        monkeypatch.setattr(module, "prepare", lambda *a, own=module.prepare: prepared.append(1) or own(*a))
     t = PROBLEM.T // 4
 
     def loss(x, routing):
@@ -217,13 +218,13 @@ def test_a_routing_state_is_prepared_again_where_its_buffer_may_have_moved(te, s
         return jax.lax.scan(lambda total, one: (total + loss(x, one), None), 0.0, routings)[0]
 
     jax.jit(jax.grad(loss)).lower(case.x, case.routing)
-    assert te.prepared == 1
+    assert len(prepared) == 1
     routings = jax.tree.map(lambda a: jnp.stack([a, a]), case.routing)
-    te.prepared = 0
+    prepared.clear()
     jax.make_jaxpr(lambda x, r: several(x, r))(case.x, routings)
-    forward = te.prepared
+    forward = len(prepared)
     backward = jax.make_jaxpr(jax.grad(several))(case.x, routings)
-    assert te.prepared > 2 * forward
+    assert len(prepared) > 2 * forward
     # One a direction: a third would be constants that the scan hoists, on which XLA of JAX 0.11.2 ends the process.
     assert len(list(_shard_maps(backward.jaxpr))) == (2 if stage == "experts" else 0)
 
@@ -237,6 +238,16 @@ def _shard_maps(jaxpr):
             inner = getattr(inner, "jaxpr", inner)
             if hasattr(inner, "eqns"):
                 yield from _shard_maps(inner)
+
+
+@pytest.mark.world_size(4)
+def test_steps_without_an_outer_jit_are_programs_with_pinned_results(te):
+    """Eagerly too y is that of one program, and rows lie by rank."""
+    case = make_case(PROBLEM)
+    whole = jax.jit(te_ep.experts, static_argnums=0)(PROBLEM, case.params, case.x, case.routing)
+    np.testing.assert_array_equal(te_ep.experts(PROBLEM, case.params, case.x, case.routing), whole)
+    rows, _, _ = exchange.ep_dispatch(PROBLEM, case.x.reshape(4, PROBLEM.T // 4, -1), case.routing)
+    assert len({shard.index for shard in rows.addressable_shards}) == 4
 
 
 @pytest.mark.world_size(4)

@@ -86,7 +86,7 @@ def ep_combine(problem: Problem, rows: Float[Array, "W P D"], state: ExchangeSta
     problem = on_ranks(problem, *state.tokens)
     if problem.experts.weight_placement == "late":
         rows = (rows.astype(jnp.float32) * state.row_weights[..., None]).astype(rows.dtype)
-    found: Any = _bring(problem, state.handle, state.topk_idx, *split(problem, rows))
+    found: Any = _bring(problem, state.handle, state.topk_idx, rows)
     return found
 
 

@@ -7,6 +7,7 @@ only in the program that made it (`again`).
 from __future__ import annotations
 
 import weakref
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,23 +20,31 @@ from ...parity.problem import Mesh, Problem
 from ..xla.mesh import by_token, device_mesh
 from .group import ALIGN, current
 
+# Without an outer `jit` each step is a program of its own, pins included; inside one it leaves no trace.
+one_program = partial(jax.jit, static_argnums=0, inline=True)
 
+
+@one_program
 def prepare(problem: Problem, topk_idx: Int[Array, "W t K"]) -> tuple[Array, Array, Array]:
     """(padded group sizes, rows that each rank is sent, routing state), each pinned to its rank."""
+    (topk_idx,) = split(problem, topk_idx)
     padded, received, handle = split(problem, *_tex().ep_prepare(config(problem), topk_idx))
     return padded, received, handle
 
 
+@one_program
 def dispatch(problem: Problem, handle: Array, topk_idx: Array, x: Array, weights: Array) -> tuple[Array, Array]:
     """(rows, their weights): TE's dispatch."""
+    handle, topk_idx, x, weights = split(problem, handle, topk_idx, x, weights)
     found = _tex().ep_dispatch_fwd(config(problem), handle, topk_idx, x, weights, _capacity())
     rows, row_weights = split(problem, *found)
     return rows, row_weights
 
 
+@one_program
 def dispatch_gradient(problem: Problem, handle: Array, d_rows: Array, d_row_weights: Array) -> tuple[Array, Array]:
     """(gradient of x, gradient of the weights): tokens sum their rows."""
-    d_rows, d_row_weights = split(problem, d_rows, d_row_weights)
+    handle, d_rows, d_row_weights = split(problem, handle, d_rows, d_row_weights)
     found = _tex().ep_dispatch_bwd(
         config(problem),
         handle,
@@ -48,15 +57,18 @@ def dispatch_gradient(problem: Problem, handle: Array, d_rows: Array, d_row_weig
     return dx, d_weights
 
 
+@one_program
 def combine(problem: Problem, handle: Array, rows: Array) -> Array:
     """Tokens sum their rows: TE's combine."""
+    handle, rows = split(problem, handle, rows)
     found = _tex().ep_combine_fwd(config(problem), handle, rows, _tokens(problem), spec(problem))
     return split(problem, found)[0]
 
 
+@one_program
 def combine_gradient(problem: Problem, handle: Array, dy: Array) -> Array:
     """dy in every row of its token; zeros where an expert's block is padded."""
-    (dy,) = split(problem, dy)
+    handle, dy = split(problem, handle, dy)
     return split(problem, _tex().ep_combine_bwd(config(problem), handle, dy, _capacity()))[0]
 
 
