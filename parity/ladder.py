@@ -96,8 +96,9 @@ RUNGS: tuple[Rung, ...] = (
     Rung(
         "blocked",
         "block alignment",
-        "Each expert's rows start at a multiple of a block, so a block belongs to one expert and one pass over blocks of "
-        "static shape does all experts. Padding falls to less than one block for each busy expert, whatever the skew.",
+        "An expert's rows are one block of the smallest of a few static sizes that holds them, so one pass does all experts and "
+        "one program serves every routing. What a block holds of its neighbours is selected away: at most half of it, whatever the "
+        "skew.",
         "dropless.optimized.xla.experts:experts",
         _named("blocked"),
     ),

@@ -232,7 +232,7 @@ class _Run:
         p = self.problem
         sums = None if self.dy is None else blocks.no_rows(p, shared)
         same = None
-        if self.kinds is not None:
+        if self.kinds is not None and self.dy is not None:
             ones = jnp.ones(len(token), jnp.float64)
             weights = ones if shared else w[token, slot]
             same = repeats(self.kinds, token, weights, self.dy[token].astype(jnp.float64))
