@@ -9,6 +9,7 @@ import dataclasses
 import inspect
 import sys
 import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +43,7 @@ class StandIn:
     """One process's TE: the group that it was started for, and the calls it saw."""
 
     def __init__(self):
-        self.started = None
+        self.started: Any = None
         self.starts = 0
 
     def ep_bootstrap(self, **sizes):
