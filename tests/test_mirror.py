@@ -13,6 +13,8 @@ PAIRS = [
     for side in (ROOT / "optimized/xla", ROOT / "optimized/te")
     if (side / reference.name).exists() and reference.name != "__init__.py"
 ]
+BOTH_LAYOUTS = {"te/fp8.py", "te/mxfp8.py", "te/recipes.py"}
+"""TE quantises both layouts of a tensor in one pass, where the reference takes one axis: no function of these is the same."""
 
 
 def _functions(path: Path) -> list[tuple[str, str]]:
@@ -41,7 +43,7 @@ def test_functions_mirror_the_reference(reference, optimized):
     """What both files offer has one signature; stages stand in the reference's order, however many each file offers."""
     ours, theirs = _functions(reference), _functions(optimized)
     shared = [name for name, _ in theirs if name in dict(ours)]
-    assert shared, f"{optimized} has no function of {reference}"
+    assert bool(shared) != ("/".join(optimized.parts[-2:]) in BOTH_LAYOUTS), f"{optimized} beside {reference}: {shared}"
     for name in shared:
         assert dict(theirs)[name] == dict(ours)[name], name
     in_order = [name for name, _ in ours if name in shared]

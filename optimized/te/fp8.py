@@ -21,7 +21,7 @@ ELEMENTS = {"e4m3": (jnp.float8_e4m3fn, 448.0), "e5m2": (jnp.float8_e5m2, 57344.
 """Element type and its largest number."""
 
 
-def quantize(x: Float[Array, "..."], group_sizes: Int[Array, " E"] | None = None, *, element: str = "e4m3") -> Any:
+def quantize_both(x: Float[Array, "..."], group_sizes: Int[Array, " E"] | None = None, *, element: str = "e4m3") -> Any:
     """Current scaling: a TE tensor of both layouts, [P, A] with a scale per group, or [E, A, B] with one per kernel.
 
     The sizes add up to P: TE quantises every row. Values beyond the largest saturate, NaN stays NaN in its own element,

@@ -20,7 +20,7 @@ ALIGN = 128
 """Rows of a group, and columns: what TE's device-side kernel accepts."""
 
 
-def quantize(x: Float[Array, "..."], group_sizes: Int[Array, " E"] | None = None, *, element: str = "e4m3") -> Any:
+def quantize_both(x: Float[Array, "..."], group_sizes: Int[Array, " E"] | None = None, *, element: str = "e4m3") -> Any:
     """A TE tensor of both layouts, of [P, A] cut into groups of whole blocks of 128 rows, or of kernels [E, A, B].
 
     Rows beyond the groups are not read. The scale of a block is the power of two at or above amax / 448, so nothing

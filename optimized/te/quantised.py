@@ -13,7 +13,7 @@ from . import rows as move
 from .grouped_gemm import kernel_gradient
 from .hidden import act
 from .permute import unpermute
-from .recipes import LAYOUTS, grouped_gemm_of
+from .recipes import LAYOUTS, quantised_gemm_of
 
 
 def quantised_experts(
@@ -26,7 +26,7 @@ def quantised_experts(
     """
     if problem.T == 0:
         return jnp.zeros_like(x)
-    layout, gemm = LAYOUTS[problem.recipe], grouped_gemm_of(problem.recipe)
+    layout, gemm = LAYOUTS[problem.recipe], quantised_gemm_of(problem.recipe)
     spec, early = problem.experts, problem.experts.weight_placement == "early"
     P, slots = layout.rows(problem), problem.routed_rows
     found = move.plan(routing.topk_idx, problem.E, align=layout.align, least=layout.least)

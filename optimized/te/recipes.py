@@ -56,7 +56,7 @@ ELEMENTS = {
 """Element format of each operand, by its role."""
 
 
-def grouped_gemm_of(recipe: str) -> Callable[..., Array]:
+def quantised_gemm_of(recipe: str) -> Callable[..., Array]:
     """A grouped GEMM (rows [P, A], kernels [E, A, B], group_sizes [E]) -> [P, B] whose operands are quantised by `recipe`.
 
     Group sizes are the recipe's layout's, and padding rows are zeros. Accumulates in float32, rounds once to the operands'
@@ -75,14 +75,14 @@ def _gemm_of(recipe: str) -> Callable[..., Array]:
 
     def forward(rows: Array, kernels: Array, group_sizes: Array) -> tuple[Array, tuple[Any, Any, Array]]:
         te = _te()
-        lhs = represent(recipe, rows, "activation", group_sizes)
-        rhs = represent(recipe, kernels, "kernel")
+        lhs = represent_both(recipe, rows, "activation", group_sizes)
+        rhs = represent_both(recipe, kernels, "kernel")
         out = te.gemm(lhs.get_tensor(te.lhs), rhs.get_tensor(te.rhs), contracting_dims=((1,), (1,)))
         return out, (lhs.get_tensor(te.lhs_turned), rhs.get_tensor(te.rhs_turned), group_sizes)
 
     def backward(saved: tuple[Any, Any, Array], d: Array) -> tuple[Array, Array, None]:
         te, (lhs, rhs, group_sizes) = _te(), saved
-        d_both = represent(recipe, d, "gradient", group_sizes)
+        d_both = represent_both(recipe, d, "gradient", group_sizes)
         d_rows = te.gemm(d_both.get_tensor(te.lhs), rhs, contracting_dims=((1,), (2,)))
         d_kernels = te.gemm(lhs, d_both.get_tensor(te.rhs), contracting_dims=((0,), (0,)))
         if not LAYOUTS[recipe].least:  # nobody promises zeros where a group is empty
@@ -93,9 +93,9 @@ def _gemm_of(recipe: str) -> Callable[..., Array]:
     return quantised
 
 
-def represent(recipe: str, a: Array, role: str, group_sizes: Array | None = None) -> Any:
+def represent_both(recipe: str, a: Array, role: str, group_sizes: Array | None = None) -> Any:
     """An operand as a TE tensor of both layouts; `group_sizes` cut expert-sorted rows, and kernels have none."""
-    quantize = {"fp8-current": fp8.quantize, "mxfp8": mxfp8.quantize}[recipe]
+    quantize = {"fp8-current": fp8.quantize_both, "mxfp8": mxfp8.quantize_both}[recipe]
     return quantize(a, group_sizes, element=ELEMENTS[recipe][role])
 
 
