@@ -23,7 +23,7 @@ from .law import FEATURES
 from .law_tools import with_routing
 from .laws import laws_named
 from .problem import InvalidInput, Problem
-from .profiles import LARGE, ONCE, check_words, is_bare, plain_problems, profile
+from .profiles import FEW, LARGE, ONCE, check_words, is_bare, plain_problems, profile
 from .spec import CaseSpec, parse_case
 from .suite import Settings, Verdict, run_case, run_law
 
@@ -152,7 +152,16 @@ def load(job: Job, implementation: Implementation | None = None) -> Bench:
     else:
         shapes = tuple(p for p in chosen.problems() if not job.dtypes or p.dtype in job.dtypes)
         features = FEATURES
-    settings = Settings(job.seed, job.max_examples or chosen.max_examples, job.shrink, features)
+    covering = () if bare else tuple(p for p in chosen.covering() if not job.dtypes or p.dtype in job.dtypes)
+    settings = Settings(
+        job.seed,
+        job.max_examples or chosen.max_examples,
+        job.shrink,
+        features=features,
+        covering=covering,
+        few=FEW,
+    )
+    shapes = (*shapes, *covering)
     bench = Bench(job, whole, bare, declared, shapes, settings)
     if bare:
         bench.decide(job.handles) if job.handles is not None else bench.notes.extend(noted(shapes, job))

@@ -65,6 +65,9 @@ class Settings:
     seed: int = 0
     max_examples: int = 10
     shrink: bool = True
+    covering: tuple[Problem, ...] = ()
+    """Shapes that are there to cover switches and sizes: each gets `few` pinned and `few` drawn routings."""
+    few: int = 2
     features: tuple[str, ...] = FEATURES
 
 
@@ -113,14 +116,15 @@ def run_law(
     if law.scope == "once":
         fitting = fitting[:1]
     for problem in fitting:
-        for spec in pinned(problem, settings.seed)[: 1 if law.scope != "drawn" else None]:
+        few = settings.few if problem in settings.covering else None
+        for spec in pinned(problem, settings.seed)[: 1 if law.scope != "drawn" else few]:
             _try(search, spec)
             if search.failing:
                 break
         # What raises or returns the wrong kind on a pinned routing does so whatever the routing is.
         shrink = settings.shrink and not (search.failing and search.failing[1].check in ("ran", "dtype", "shape"))
         if law.scope == "drawn" and (shrink or not search.failing):
-            _draw(search, problem, settings)
+            _draw(search, problem, settings, settings.max_examples if few is None else few)
         if search.failing and shrink:
             _simplify(search, settings)
         if search.failing:
@@ -188,7 +192,7 @@ def pinned(problem: Problem, seed: int) -> list[CaseSpec]:
     return specs
 
 
-def _draw(search: _Search, problem: Problem, settings: Settings) -> None:
+def _draw(search: _Search, problem: Problem, settings: Settings, examples: int) -> None:
     import hypothesis
     from hypothesis import HealthCheck, Phase
     from hypothesis.errors import Flaky, FlakyFailure
@@ -200,7 +204,7 @@ def _draw(search: _Search, problem: Problem, settings: Settings) -> None:
 
     @hypothesis.seed(settings.seed)
     @hypothesis.settings(
-        max_examples=settings.max_examples,
+        max_examples=examples,
         phases=phases,
         database=None,
         deadline=None,

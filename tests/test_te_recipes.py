@@ -223,7 +223,9 @@ def test_a_layer_routes_and_quantises():
     y = te.stage("experts")(problem, case.params, case.x, out.routing)
     assert same_bits("y", np.asarray(out.y), np.asarray(y)).ok
     assert np.asarray(out.group_sizes).sum() == mask.sum() * problem.K
-    grad = jax.grad(lambda p: te.stage("layer")(problem, p, x, mask=jnp.asarray(mask)).y.astype(jnp.float32).sum())
+    grad = jax.jit(
+        jax.grad(lambda p: te.stage("layer")(problem, p, x, mask=jnp.asarray(mask)).y.astype(jnp.float32).sum())
+    )
     for name, leaf in grad(case.params).named().items():
         assert np.isfinite(np.asarray(leaf, np.float32)).all(), name
 
