@@ -12,6 +12,7 @@ from .check_report import record_matrix, record_report, show_matrix, show_report
 from .interface import Unsupported
 from .job import NotCallable
 from .known import SHIPPED, read_known
+from .options import check_writable
 from .problem import InvalidInput
 from .terminal import err, progress
 
@@ -26,7 +27,7 @@ WITH = Annotated[
     typer.Option(
         "--with",
         help="What a bare function computes beyond gated SiLU without bias, separated by commas: bias, clamp, ungated, "
-        "gelu, gelu-erf, relu2, early, shared, no-expert (slots of -1), empty (no tokens).",
+        "gelu, gelu-erf, relu2, early, shared, no-expert (slots of -1), empty (no tokens), layer (a layer around it).",
     ),
 ]
 DTYPES = Annotated[str, typer.Option(help="Dtypes to judge, separated by commas. [default: the target's own]")]
@@ -60,6 +61,8 @@ def check_(
     junit_path: JUNIT = None,
 ) -> int:
     """The conformance suite on a layer: a verdict per law, and for a failure the smallest routing that shows it."""
+    for path in (json_path, junit_path):
+        check_writable(path)
     entries = [entry for path in (SHIPPED, *(known or [])) for entry in read_known(path)]
     try:
         with progress(total=1, first="starting") as step:
@@ -103,6 +106,7 @@ def mutants(
     from .kill import kill_matrix_apart
     from .mutants import mutants_named
 
+    check_writable(json_path)
     chosen = [m.name for m in mutants_named(only or ())]
     honest = () if only else HONEST
     with progress(total=len(chosen) + len(honest), first="starting") as step:

@@ -34,6 +34,8 @@ def report(
         for path in stale:
             out().print(f"{path} {'is out of date' if check else 'rewritten'}", highlight=False)
         return 1 if check and stale else 0
+    if check:
+        raise InvalidInput("--check was given without --readme; accepted: --check with the --readme files to look at")
     if not records:
         raise InvalidInput("no record was given; accepted: one or more files written by dropless")
     from . import options as o

@@ -24,12 +24,13 @@ expert included.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from .problem import Problem
+from .problem import InvalidInput, Problem
 
 STAGES = (
     "route",
@@ -108,7 +109,7 @@ class Implementation:
     stages: Mapping[str, Callable[..., Any]]
     """Stage name -> callable; also, optionally, `experts_vjp` (problem, params, x, routing, dy) -> {name: gradient}."""
     supports: Callable[[Problem], Support] = always
-    """Whether this problem can run, on a machine where `available` is ok."""
+    """Whether this problem can run, on a machine where `available` is ok; a plain bool is taken for a Support."""
     available: Callable[[], Support] = anywhere
     """Whether this machine can run it at all."""
     host_sync: Callable[[Problem], str] = on_device
@@ -120,10 +121,12 @@ class Implementation:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stages", MappingProxyType(dict(self.stages)))
+        object.__setattr__(self, "supports", _saying_support(self.supports, f"{self.name}'s supports"))
+        object.__setattr__(self, "available", _saying_support(self.available, f"{self.name}'s available"))
         if unknown := set(self.stages) - set(STAGES) - {"experts_vjp"}:
-            raise ValueError(f"{self.name} offers {sorted(unknown)}; accepted: {', '.join(STAGES)}, experts_vjp")
+            raise InvalidInput(f"{self.name} offers {sorted(unknown)}; accepted: {', '.join(STAGES)}, experts_vjp")
         if unknown := self.traits - set(TRAITS):
-            raise ValueError(f"{self.name} claims {sorted(unknown)}; accepted: {', '.join(TRAITS)}")
+            raise InvalidInput(f"{self.name} claims {sorted(unknown)}; accepted: {', '.join(TRAITS)}")
 
     def offers(self, stage: str) -> bool:
         """Whether the stage is there, own or composed."""
@@ -139,3 +142,21 @@ class Implementation:
         """`available` and `supports` in one answer."""
         here = self.available()
         return self.supports(problem) if here else here
+
+
+def _saying_support(fn: Callable[..., Any], what: str) -> Callable[..., Support]:
+    """`fn` with a bool made a Support; what is neither is a no that says so."""
+    if fn is always or fn is anywhere or hasattr(fn, "_says_support"):
+        return fn
+
+    @functools.wraps(fn, updated=())
+    def says(*args: Any) -> Support:
+        answer = fn(*args)
+        if isinstance(answer, Support):
+            return answer
+        if isinstance(answer, bool) or type(answer).__name__ in ("bool", "bool_"):  # NumPy's own bool included
+            return Support(bool(answer), "" if answer else f"{what} says no")
+        return Support(False, f"{what} returned a {type(answer).__name__}; accepted: a bool or dropless.parity.Support")
+
+    says._says_support = True  # type: ignore[attr-defined]
+    return says

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import pkgutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,8 +21,8 @@ from .judge import experts_findings
 from .law import FEATURES
 from .law_tools import with_routing
 from .laws import laws_named
-from .problem import InvalidInput, Problem
-from .profiles import FEW, LARGE, ONCE, check_words, is_bare, plain_problems, profile
+from .problem import DTYPES, InvalidInput, Problem
+from .profiles import LARGE, ONCE, check_words, is_bare, plain_problems, profile
 from .spec import CaseSpec, parse_case
 from .suite import Settings, Verdict, run_case, run_law
 
@@ -135,14 +134,26 @@ def load(job: Job, implementation: Implementation | None = None) -> Bench:
     imports and is no layer, Unsupported when this machine cannot run it.
     """
     chosen, words = profile(job.profile), check_words(job.wider)
+    for dtype in job.dtypes:
+        if dtype not in DTYPES:
+            raise InvalidInput(f"--dtypes is {dtype!r}; accepted: {', '.join(DTYPES)}")
     _start_devices(job)
     own = implementation or _find(job)
-    if not (here := own.available()):
+    try:
+        here = own.available()
+    except Exception as error:  # the user's own code
+        raise Unsupported(f"its available() raised {type(error).__name__}: {error}") from error
+    if not here:
         raise Unsupported(here.reason)
     own = speaking(own, job.arrays)
     if job.case:
         parse_case(job.case)
     bare = is_bare(own)
+    if words and not bare:
+        raise InvalidInput(
+            f"--with is {','.join(words)!r} but {job.target} is no bare function: it says itself what it supports; "
+            "accepted: --with for a function experts alone"
+        )
     whole = own if "numpy" in own.traits else registry.complete(own)
     law_tools.use_oracle(chosen.oracle)
     declared = bare and bool(getattr(own.stages["experts"], "dtypes", ()))
@@ -159,9 +170,13 @@ def load(job: Job, implementation: Implementation | None = None) -> Bench:
         job.shrink,
         features=features,
         covering=covering,
-        few=FEW,
     )
     shapes = (*shapes, *covering)
+    if not shapes and not job.case:
+        of = dict.fromkeys(p.dtype for p in chosen.problems())
+        raise InvalidInput(
+            f"--dtypes is {','.join(job.dtypes)!r}; accepted with profile {job.profile}: {', '.join(of)}"
+        )
     bench = Bench(job, whole, bare, declared, shapes, settings)
     if bare:
         bench.decide(job.handles) if job.handles is not None else bench.notes.extend(noted(shapes, job))
@@ -185,25 +200,8 @@ def _find(job: Job) -> Implementation:
     sys.path[:0] = [p for p in job.sys_path if p not in sys.path]
     try:
         return registry.get(job.target)
-    except InvalidInput:
-        if ":" in job.target and job.target not in registry.BUILTIN:
-            try:
-                found = pkgutil.resolve_name(job.target)
-            except Exception:  # it does not import: the message of registry.get says why
-                raise InvalidInput(_import_message(job.target)) from None
-            raise NotCallable(
-                f"{job.target} is a {type(found).__name__}; accepted: a function experts(problem, params, x, routing), "
-                "or an object with stages"
-            ) from None
-        raise
-
-
-def _import_message(target: str) -> str:
-    try:
-        registry.get(target)
-    except InvalidInput as error:
-        return str(error)
-    return f"{target} does not import"
+    except registry.NotALayer as error:
+        raise NotCallable(str(error)) from None
 
 
 def _own_dtypes(implementation: Implementation, job: Job) -> tuple[str, ...]:

@@ -192,6 +192,8 @@ def _failed(error: Exception, tensor: str) -> Finding:
         raise error
     if isinstance(error, running.WrongKind):
         return error.finding
+    if isinstance(error, running.TargetRaised):
+        error = error.error
     line = str(error).strip().splitlines()
     message = f"{type(error).__name__}: {line[0] if line else ''}"
     return Finding(tensor=tensor, check="ran", ok=False, message=message)

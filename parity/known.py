@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
+from .laws import laws_named
 from .problem import InvalidInput
 from .schema import decode
 from .suite import Verdict
@@ -53,6 +54,10 @@ def read_known(path: str | Path) -> list[Known]:
         raise InvalidInput(f"{path} is not JSON: {error}") from None
     entries = decode(KnownFile, values, str(path)).known
     for entry in entries:
+        try:
+            laws_named([entry.law])
+        except InvalidInput as error:
+            raise InvalidInput(f"{path}: {error}") from None
         for package, wanted in entry.versions.items():
             for part in wanted.split(","):
                 _part(part, f"{path}, {package}")
@@ -61,19 +66,35 @@ def read_known(path: str | Path) -> list[Known]:
 
 def apply_known(verdicts: Sequence[Verdict], entries: Iterable[Known], implementation: str) -> list[Verdict]:
     """The verdicts with known failures marked, and with alarms for entries that no longer hold."""
-    by_law = {e.law: e for e in entries if e.implementation == implementation}
-    return [_marked(v, by_law[v.law]) if v.law in by_law else v for v in verdicts]
+    by_law: dict[str, list[Known]] = {}
+    for entry in entries:
+        if entry.implementation == implementation:
+            by_law.setdefault(entry.law, []).append(entry)
+    return [_marked(v, _fitting(by_law[v.law])) if v.law in by_law else v for v in verdicts]
+
+
+def _fitting(entries: Sequence[Known]) -> Known:
+    """The first entry whose versions are those here, else the first."""
+    return next((e for e in entries if not _outside(e)), entries[0])
+
+
+def _outside(entry: Known) -> tuple[str, str, str] | None:
+    """The first (package, range, version here) that does not fit; None when all do."""
+    for package, wanted in entry.versions.items():
+        here = _version(package)
+        if here is None or not all(_holds(here, part) for part in wanted.split(",")):
+            return package, wanted, here or "none"
+    return None
 
 
 def _marked(verdict: Verdict, entry: Known) -> Verdict:
     if verdict.status == "cannot run":
         return verdict
     reason = " ".join(filter(None, (entry.reason, entry.link)))
-    for package, wanted in entry.versions.items():
-        here = _version(package)
-        if here is None or not all(_holds(here, part) for part in wanted.split(",")):
-            said = f"known only for {package} {wanted}; here is {here or 'none'}: try it again and change the entry ({reason})"
-            return dataclasses.replace(verdict, status="alarm", reason=said)
+    if outside := _outside(entry):
+        package, wanted, here = outside
+        said = f"known only for {package} {wanted}; here is {here}: try it again and change the entry ({reason})"
+        return dataclasses.replace(verdict, status="alarm", reason=said)
     if verdict.status == "agree":
         return dataclasses.replace(
             verdict, status="alarm", reason=f"known to fail, and passed: remove the entry ({reason})"

@@ -103,7 +103,8 @@ def ep_replicas(implementation: Implementation, case: Case) -> list[Finding]:
         y, vjp = jax.vjp(lambda p, x: fn(problem, p, x, routing), params, x)
         return {"y": y, "gradients": vjp(dy)}
 
-    out = step(spread.params, spread.x, spread.routing, spread.cotangent)
+    with running.blaming_target():
+        out = step(spread.params, spread.x, spread.routing, spread.cotangent)
     findings: list[Finding] = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(out):
         copies = [np.asarray(shard.data) for shard in leaf.addressable_shards]

@@ -198,7 +198,8 @@ def run(
         options = running.OPTIONS or None
         _RUNS[key] = jax.jit(lambda *a: how(dispatch, combine, problem, *a), compiler_options=options)
     laid = [_lay(problem, W, a) if getattr(a, "shape", ()) == x.shape else a for a in (x, *more)]
-    return launch.to_host(_RUNS[key](laid[0], ids, weights, *laid[1:]))
+    with running.blaming_target():
+        return launch.to_host(_RUNS[key](laid[0], ids, weights, *laid[1:]))
 
 
 def round_trip(

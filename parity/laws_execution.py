@@ -43,7 +43,8 @@ def one_executable(implementation: Implementation, case: Case) -> list[Finding]:
     findings: list[Finding] = []
     for i in range(ROUTINGS):
         made, want = sign_experts(_rerouted(case, i))
-        got = np.asarray(step(made.params, made.x, made.routing))
+        with running.blaming_target():
+            got = np.asarray(step(made.params, made.x, made.routing))
         found = same_bits("y", got + np.zeros_like(got), want + np.zeros_like(want))
         if not found.ok or i == 0:
             findings.append(found)

@@ -142,18 +142,21 @@ def nan_rows(implementation: Implementation, case: Case) -> list[Finding]:
 
 @law("inputs-untouched", stage="experts", judged_by="bits", faults="JM", scope="once")
 def inputs_untouched(implementation: Implementation, case: Case) -> list[Finding]:
-    """A call leaves its parameters, x and routing as they were."""
+    """A call leaves its parameters, x and routing as they were, and so does a backward of its own, with y's gradient."""
     leaves = {**case.params.named(), "x": case.x, "topk_idx": case.routing.topk_idx}
-    leaves["topk_weights"] = case.routing.topk_weights
+    leaves |= {"topk_weights": case.routing.topk_weights, "gradient of y": case.cotangent}
     before = {name: np.array(leaf, copy=True) for name, leaf in leaves.items()}
     # A NumPy layer is given arrays that it can write into.
     kind = np.array if "numpy" in implementation.traits else jnp.array
-    own = jax.tree.map(lambda leaf: kind(leaf, copy=True), (case.params, case.x, case.routing))
-    y = implementation.stage("experts")(case.problem, *own)
-    if isinstance(y, jax.Array):
-        y.block_until_ready()
+    held = (case.params, case.x, case.routing, case.cotangent)
+    *own, dy = jax.tree.map(lambda leaf: kind(leaf, copy=True), held)
+    jax.block_until_ready(implementation.stage("experts")(case.problem, *own))
+    given_away = any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(own))
+    if "experts_vjp" in implementation.stages and not given_away:
+        jax.block_until_ready(implementation.stage("experts_vjp")(case.problem, *own, dy))
     params, x, routing = own
     after = {**params.named(), "x": x, "topk_idx": routing.topk_idx, "topk_weights": routing.topk_weights}
+    after["gradient of y"] = dy
     gone = [name for name, leaf in after.items() if isinstance(leaf, jax.Array) and leaf.is_deleted()]
     findings = [expect(name, False, f"the call gave away the caller's {name}") for name in gone]
     return findings + [same_bits(n, np.asarray(after[n]), before[n]) for n in after if n not in gone]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -105,6 +106,8 @@ def start_devices(ep: int | None, processes: int = 1) -> None:
 def implementations(names: list[str] | None, ep: int | None = None) -> list[Implementation]:
     """The named implementations, completed; by default every usual one that is available on this machine."""
     if names:
+        if os.getcwd() not in sys.path:  # package.module:attribute is found from the current folder
+            sys.path.insert(0, os.getcwd())
         return [registry.complete(registry.get(n)) for n in dict.fromkeys(names)]
     found = []
     for name in PARALLEL_IMPLEMENTATIONS if ep else DEFAULT_IMPLEMENTATIONS:

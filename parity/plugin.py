@@ -42,6 +42,8 @@ class LawCollector(pytest.Collector):
 
     worker: Any = None
     known: Any = None
+    refused: Exception | None = None
+    """What kept the worker from starting: every law says it, and none tries again."""
 
     def collect(self) -> list[pytest.Item]:
         """Nothing: its items are added after collection, when no path asks for them."""
@@ -51,10 +53,16 @@ class LawCollector(pytest.Collector):
         """One law's verdict; the worker starts with the first and ends with the session."""
         from .known import SHIPPED, apply_known, read_known
 
+        if self.refused is not None:
+            raise self.refused
         if self.worker is None:
-            self.worker = self._start()
-            files: Any = self.config.getoption("--dropless-known")
-            self.known = [e for path in (SHIPPED, *files) for e in read_known(path)]
+            try:
+                files: Any = self.config.getoption("--dropless-known")
+                self.known = [e for path in (SHIPPED, *files) for e in read_known(path)]
+                self.worker = self._start()
+            except _refusals() as error:
+                self.refused = error
+                raise
             self.config.add_cleanup(self.worker.close)
         verdict = self.worker.judge(name)
         return apply_known([verdict], self.known, self.worker.job.target)[0]
@@ -105,6 +113,8 @@ class LawItem(pytest.Item):
         """What `dropless check` prints, without a traceback through this plugin."""
         if isinstance(excinfo.value, LawFailed):
             return str(excinfo.value)
+        if isinstance(excinfo.value, _refusals()):
+            return f"dropless: {' '.join(str(excinfo.value).split())}"
         return super().repr_failure(excinfo)
 
     def reportinfo(self) -> tuple[Any, int | None, str]:
@@ -114,3 +124,12 @@ class LawItem(pytest.Item):
 
 class LawFailed(Exception):
     """A law does not hold; the message is its description."""
+
+
+def _refusals() -> tuple[type[Exception], ...]:
+    """What says in one line why nothing can be judged."""
+    from .interface import Unsupported
+    from .job import NotCallable
+    from .problem import InvalidInput
+
+    return InvalidInput, NotCallable, Unsupported

@@ -88,6 +88,10 @@ BUILTIN: dict[str, Entry] = {
 }
 
 
+class NotALayer(InvalidInput):
+    """The target was found, and is nothing that can be judged."""
+
+
 def names() -> list[str]:
     """Every registered name: built-in ones first, then entry points; imports nothing."""
     return [
@@ -99,13 +103,13 @@ def names() -> list[str]:
 def get(name: str) -> Implementation:
     """The implementation called `name`, or the object at `package.module:attribute`.
 
-    Raises InvalidInput when there is no such name, or when the target does not import.
+    Raises InvalidInput when there is no such name, when the target does not import, and NotALayer when it is no layer.
     """
     if name in BUILTIN:
         return _load(BUILTIN[name].target)
     for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
         if point.name == name:
-            return dataclasses.replace(wrap(point.load(), name=name), name=name)
+            return dataclasses.replace(wrap(_loaded(point), name=name), name=name)
     if ":" in name:
         return wrap(_resolve(name), name=name)
     raise InvalidInput(
@@ -131,7 +135,7 @@ def wrap(target: Any, *, name: str) -> Implementation:
         )
     if callable(target):
         return Implementation(name=name, stages={"experts": target}, traits=frozenset(getattr(target, "traits", ())))
-    raise InvalidInput(
+    raise NotALayer(
         f"{name} is a {type(target).__name__}; accepted: a function experts(problem, params, x, routing), or an object with one of {', '.join(STAGES)}"
     )
 
@@ -167,10 +171,21 @@ def _load(target: str) -> Implementation:
     return getattr(importlib.import_module(module), attribute)
 
 
+def _loaded(point: importlib.metadata.EntryPoint) -> Any:
+    try:
+        return point.load()
+    except InvalidInput as error:
+        raise InvalidInput(f"{point.name} ({point.value}): {error}") from error
+    except Exception as error:  # another distribution's module can fail in any way
+        raise InvalidInput(f"{point.name} ({point.value}) does not import: {type(error).__name__}: {error}") from error
+
+
 def _resolve(target: str) -> Any:
     module_name, _, attribute = target.partition(":")
     try:
         module = importlib.import_module(module_name)
+    except InvalidInput as error:
+        raise InvalidInput(f"{target}: {error}") from error
     except Exception as error:  # a user's module can fail in any way; the message names which
         raise InvalidInput(f"{target} does not import: {type(error).__name__}: {error}") from error
     found = module

@@ -7,9 +7,10 @@ back is checked for kind (dtype, then shape) before anything reads it: `WrongKin
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import jax
@@ -19,7 +20,7 @@ import numpy as np
 from . import launch
 from .compare import Finding
 from .inputs import Case
-from .interface import Implementation
+from .interface import Implementation, Unsupported
 from .problem import Losses, Output, Params, Problem, Routing
 
 EXPERT_LEAVES = ("wi", "wo", "wi_bias", "wo_bias")
@@ -42,6 +43,25 @@ class WrongKind(Exception):
     def __init__(self, finding: Finding):
         super().__init__(finding.message)
         self.finding = finding
+
+
+class TargetRaised(Exception):
+    """Something went wrong while the target ran or was traced, and not in this suite; `error` is what it was."""
+
+    def __init__(self, error: Exception):
+        super().__init__(str(error))
+        self.error = error
+
+
+@contextlib.contextmanager
+def blaming_target() -> Iterator[None]:
+    """Turns any exception inside into TargetRaised: also those of its backward and of JAX, outside of any stage's call."""
+    try:
+        yield
+    except (Unsupported, WrongKind, TargetRaised):
+        raise
+    except Exception as error:
+        raise TargetRaised(error) from error
 
 
 def experts(implementation: Implementation, case: Case, *, grad: bool = True) -> dict[str, np.ndarray]:
@@ -80,12 +100,14 @@ def call(implementation: Implementation, stage: str, how: Callable[..., Any], *a
     fn = implementation.stage(stage)
     *arrays, problem = args
     if implementation.traits & {"eager", "host-sync", "numpy"}:
-        return how(fn, *arrays, problem)
+        with blaming_target():
+            return how(fn, *arrays, problem)
     key = (how, fn, problem, *sorted(OPTIONS.items()))
     if key not in _EXECUTABLES:
         _EXECUTABLES[key] = jax.jit(lambda *a: how(fn, *a, problem), compiler_options=OPTIONS or None)
-    out = _EXECUTABLES[key](*arrays)
-    return out if jax.process_count() == 1 else launch.to_host(out)
+    with blaming_target():
+        out = _EXECUTABLES[key](*arrays)
+        return out if jax.process_count() == 1 else launch.to_host(out)
 
 
 def forget_results() -> None:
@@ -136,7 +158,8 @@ def _run_layer(
         shape = call(implementation, "layer", _forward_layer, *args, problem)
     else:
         given = _given(case.mask, case.segment_ids)
-        shape = jax.eval_shape(functools.partial(fn, problem), case.params, case.x, **given)
+        with blaming_target():
+            shape = jax.eval_shape(functools.partial(fn, problem), case.params, case.x, **given)
     _check_output(problem, shape)
     coefficients = jnp.asarray(loss_cotangents, jnp.float32)
     out, grads = call(implementation, "layer", _layer_vjp, *args, case.cotangent, coefficients, problem)
@@ -171,6 +194,9 @@ def _run_experts(implementation: Implementation, case: Case, grad: bool) -> dict
 
 def check_gradients(case: Case, grads: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """The gradients as NumPy, each of its primal's shape and dtype; raises WrongKind otherwise."""
+    if not isinstance(grads, Mapping):
+        message = f"experts_vjp returned a {type(grads).__name__}; accepted: a dict of gradients by name"
+        raise WrongKind(_wrong("", "ran", message))
     primals = {"x": case.x, "topk_weights": case.routing.topk_weights}
     primals |= {name: leaf for name in EXPERT_LEAVES if (leaf := getattr(case.params, name)) is not None}
     for name, primal in primals.items():
@@ -182,7 +208,8 @@ def check_gradients(case: Case, grads: Mapping[str, Any]) -> dict[str, np.ndarra
 def _shape_of_key(fn: Callable[..., Any], problem: Problem, structure: Any, shapes: tuple[Any, ...]) -> Any:
     leaves = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
     params, x, routing = jax.tree.unflatten(structure, leaves)
-    return jax.eval_shape(functools.partial(fn, problem), params, x, routing)
+    with blaming_target():
+        return jax.eval_shape(functools.partial(fn, problem), params, x, routing)
 
 
 def _shape_of(fn: Callable[..., Any], problem: Problem, case: Case) -> Any:

@@ -85,7 +85,7 @@ def stage_findings(what: str, call: Call, case: Case, variant: int, got: Any, or
     stage = what.partition(" ")[0]
     host = launch.to_host(got)
     if stage == "experts":
-        found = _experts_findings(case, host)
+        found = _experts_findings(case, host, both=what.endswith("forward+backward"))
     elif stage == "permute":
         found = _permute_findings(case, host)
     elif stage == "grouped_gemm":
@@ -149,12 +149,18 @@ def layer_gradient_call(implementation: Implementation, problem: Problem) -> Cal
     return both
 
 
-def _experts_findings(case: Case, got: dict[str, Any]) -> list[Finding]:
+def _experts_findings(case: Case, got: dict[str, Any], *, both: bool) -> list[Finding]:
+    wanted = ("x", "topk_weights", *(n for n in EXPERT_LEAVES if getattr(case.params, n) is not None)) if both else ()
+    lacking = [
+        Finding(tensor=name, check="ran", ok=False, message=f"experts_vjp returned no gradient of {name}")
+        for name in wanted
+        if name not in got
+    ]
     if is_large(case.problem):
-        return streamed_experts(case, got)
+        return lacking + streamed_experts(case, got)
     view = oracle_view(case)
     empty = case.problem.T == 0
-    return [
+    return lacking + [
         judge(name, value, view[name], dtype=dtype_of(case.problem, name), empty_ok=empty)
         for name, value in got.items()
         if name in view

@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -20,10 +21,11 @@ import numpy as np
 
 from . import law_tools, running
 from .compare import Finding
-from .interface import Implementation, Unsupported
+from .interface import Implementation, Support, Unsupported
 from .law import FEATURES, Law
 from .problem import InvalidInput, Problem
-from .running import WrongKind
+from .profiles import FEW
+from .running import TargetRaised, WrongKind, blaming_target
 from .spec import CaseSpec, freeze
 
 Status = Literal["agree", "disagree", "not repeatable", "cannot run", "expected-different", "known", "alarm"]
@@ -67,7 +69,7 @@ class Settings:
     shrink: bool = True
     covering: tuple[Problem, ...] = ()
     """Shapes that are there to cover switches and sizes: each gets `few` pinned and `few` drawn routings."""
-    few: int = 2
+    few: int = FEW
     features: tuple[str, ...] = FEATURES
 
 
@@ -124,7 +126,7 @@ def run_law(
         # What raises or returns the wrong kind on a pinned routing does so whatever the routing is.
         shrink = settings.shrink and not (search.failing and search.failing[1].check in ("ran", "dtype", "shape"))
         if law.scope == "drawn" and (shrink or not search.failing):
-            _draw(search, problem, settings, settings.max_examples if few is None else few)
+            _draw(search, problem, settings, settings.max_examples if few is None else min(few, settings.max_examples))
         if search.failing and shrink:
             _simplify(search, settings)
         if search.failing:
@@ -147,18 +149,17 @@ def run_case(law: Law, implementation: Implementation, spec: CaseSpec, features:
     return _conclude(search, time.perf_counter() - start)
 
 
-class TargetRaised(Exception):
-    """Something went wrong inside a stage of the target, and not in this suite."""
-
-    def __init__(self, error: Exception):
-        super().__init__(str(error))
-        self.error = error
-
-
 def guarded(implementation: Implementation) -> Implementation:
-    """The implementation with stages whose exceptions are told from this suite's own."""
+    """The implementation with stages whose exceptions are told from this suite's own, and a `supports` that has none."""
     stages = {name: _guarded(fn) for name, fn in implementation.stages.items()}
-    return dataclasses.replace(implementation, stages=stages)
+
+    def supports(problem: Problem) -> Support:
+        try:
+            return implementation.supports(problem)
+        except Exception as error:
+            return Support(False, f"supports {_short(error)}")
+
+    return dataclasses.replace(implementation, stages=stages, supports=supports)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -168,12 +169,8 @@ def _guarded(fn: Callable[..., Any]) -> Callable[..., Any]:
         return fn
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        try:
+        with blaming_target():
             return fn(*args, **kwargs)
-        except (Unsupported, WrongKind, TargetRaised):
-            raise
-        except Exception as error:
-            raise TargetRaised(error) from error
 
     run._dropless_guarded = True  # type: ignore[attr-defined]
     return run
@@ -292,7 +289,7 @@ def _findings(search: _Search, spec: CaseSpec) -> list[Finding]:
         return []
     except TargetRaised as raised:
         findings = [Finding(tensor="", check="ran", ok=False, message=_short(raised.error))]
-    except jax.errors.JaxRuntimeError as error:  # raised when its compiled code runs, outside of any stage's call
+    except jax.errors.JaxRuntimeError as error:  # raised when a result of its compiled code is first read
         findings = [Finding(tensor="", check="ran", ok=False, message=_short(error))]
     search.judged += bool(findings)
     for finding in findings:
@@ -341,7 +338,12 @@ def _declines(implementation: Implementation, problem: Problem) -> str:
 
 def _short(error: BaseException) -> str:
     """An exception in one line, with the last line of the target's own code that it passed through."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if "/site-packages/" not in f.filename]
+    ours = str(Path(__file__).parent)
+    frames = [
+        f
+        for f in traceback.extract_tb(error.__traceback__)
+        if "/site-packages/" not in f.filename and not f.filename.startswith(ours)
+    ]
     where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     text = " ".join(str(error).split())
     return f"raised {type(error).__name__}{where}: {text[:300]}"

@@ -1,19 +1,25 @@
 """Bring your own layer: layers outside the repository are judged from the command line's own functions, right and wrong."""
 
+import importlib.metadata
 import json
 import shlex
 import shutil
 import subprocess
 import sys
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
 from dropless.parity.check import Report, check, describe, junit, reproduce
-from dropless.parity.job import Job, NotCallable
+from dropless.parity.compare import Finding
+from dropless.parity.interface import Unsupported
+from dropless.parity.job import Job, NotCallable, load
 from dropless.parity.known import Known, apply_known, read_known
-from dropless.parity.problem import InvalidInput
+from dropless.parity.law import law
+from dropless.parity.problem import InvalidInput, Problem
+from dropless.parity.profiles import FEW, plain_problems
 from dropless.parity.registry import get
-from dropless.parity.suite import Verdict
+from dropless.parity.suite import Settings, Verdict, run_law
 
 FIXTURES = Path(__file__).parent / "fixtures"
 
@@ -113,15 +119,24 @@ def test_what_a_function_does_not_handle_is_left_out_and_said(theirs):
         ("wrong_dtype", "dtype", "accepted: float32"),
         ("returns_none", "ran", "NoneType"),
         ("raises", "ran", "no kernel for this shape"),
+        ("returns_text", "ran", "not a valid JAX type"),
     ],
 )
 def test_a_broken_target_gets_a_verdict_for_each_law_and_the_suite_goes_on(theirs, attribute, check_name, words):
-    report = judge(attribute, "exact-experts", "value")
+    report = judge(attribute, "exact-experts", "value", dtypes=["float32"])
     assert [v.status for v in report.verdicts] == ["disagree", "disagree"]
     assert report.exit_code == 1
     for verdict in report.verdicts:
         assert verdict.finding is not None and verdict.finding.check == check_name
         assert words in verdict.finding.message
+
+
+def test_a_backward_that_raises_is_the_targets_own_fault(theirs):
+    report = judge("raises_backward", "gradient-x", "checkpoint", dtypes=["float32"])
+    assert [v.status for v in report.verdicts] == ["disagree", "disagree"]
+    for verdict in report.verdicts:
+        assert verdict.finding is not None and "no backward for this shape" in verdict.finding.message
+        assert "their_layers.py:" in verdict.finding.message  # its own line, not one of this suite
 
 
 def test_a_target_that_kills_its_process_gets_a_verdict_and_a_new_process(theirs):
@@ -149,6 +164,49 @@ def test_a_layer_that_writes_into_its_input_is_found_out(theirs):
     assert report.verdicts[0].finding is not None and report.verdicts[0].finding.tensor == "x"
 
 
+def test_a_backward_that_writes_into_its_input_is_found_out(theirs):
+    report = judge("numpy_mutates_backward", "inputs-untouched", arrays="numpy")
+    assert report.verdicts[0].status == "disagree"
+    assert report.verdicts[0].finding is not None and report.verdicts[0].finding.tensor == "gradient of y"
+
+
+def test_supports_and_available_may_be_plain_bools(theirs):
+    says = get("their_layers:says_bool")
+    wide = plain_problems(["bfloat16"], ())[0]
+    assert says.can_run(wide.replace(dtype="float32"))
+    assert "says no" in says.can_run(wide).reason
+    with pytest.raises(Unsupported, match="available says no"):
+        judge("says_nowhere", "value")
+
+
+def test_a_misspelt_trait_is_named_with_those_there_are(theirs):
+    with pytest.raises(InvalidInput, match=r"claims \['determinstic'\]; accepted: deterministic"):
+        judge("misspelt", "value")
+    with pytest.raises(InvalidInput, match="claims"):
+        load(Job("their_layers:misspelt"))
+
+
+def test_an_entry_point_that_does_not_load_is_named(monkeypatch):
+    point = EntryPoint("theirs", "json:nothing_here", "dropless.implementations")
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: [point])
+    with pytest.raises(InvalidInput, match=r"theirs \(json:nothing_here\) does not import: AttributeError"):
+        get("theirs")
+
+
+def test_no_more_routings_are_drawn_than_asked_for():
+    problem = plain_problems(["float32"], ())[0]
+    ran: list[Problem] = []
+
+    @law("counts", stage="experts", judged_by="bits", faults="A")
+    def counts(implementation, case):
+        """Counts its cases."""
+        ran.append(case.problem)
+        return [Finding(tensor="y", check="values", ok=True)]
+
+    run_law(counts, get("loop_and_pad"), [problem], Settings(max_examples=1, covering=(problem,)))
+    assert len(ran) == FEW + 1
+
+
 def test_torch_layers_are_judged_with_their_autograd(theirs):
     pytest.importorskip("torch", reason="PyTorch is not installed")
     laws = ("exact-experts", "value", "gradient-wo", "idle-gradients")
@@ -173,6 +231,15 @@ def test_options_are_refused_in_one_line():
         check("loop_and_pad", case="{}")
 
 
+def test_options_that_judge_nothing_are_refused():
+    with pytest.raises(InvalidInput, match="--dtypes is 'float64'; accepted: bfloat16"):
+        load(Job("blocked", dtypes=("float64",)))
+    with pytest.raises(InvalidInput, match="--dtypes is 'float16'; accepted with profile gpu: bfloat16"):
+        load(Job("blocked", "gpu", dtypes=("float16",)))
+    with pytest.raises(InvalidInput, match="--with is 'bias' but blocked is no bare function"):
+        load(Job("blocked", wider=("bias",)))
+
+
 def test_known_failures_alarms_and_ranges(tmp_path):
     failed, passed = Verdict("value", "experts", "disagree"), Verdict("value", "experts", "agree")
 
@@ -183,11 +250,16 @@ def test_known_failures_alarms_and_ranges(tmp_path):
     assert apply_known([passed], [entry({"numpy": ">=1.0"})], "theirs")[0].status == "alarm"
     assert apply_known([failed], [entry({"numpy": "<1.0"})], "theirs")[0].status == "alarm"
     assert apply_known([failed], [entry({})], "others")[0].status == "disagree"
+    for entries in ([entry({"numpy": "<1.0"}), entry({"numpy": ">=1.0"})], [entry({}), entry({"numpy": "<1.0"})]):
+        assert apply_known([failed], entries, "theirs")[0].status == "known"
     file = tmp_path / "known.json"
     file.write_text(
         json.dumps({"known": [{"implementation": "a", "law": "value", "reason": "r", "versions": {"jax": "~1"}}]})
     )
     with pytest.raises(InvalidInput, match="version range"):
+        read_known(file)
+    file.write_text(json.dumps({"known": [{"implementation": "a", "law": "valeu", "reason": "r"}]}))
+    with pytest.raises(InvalidInput, match=r"known.json: no law is called 'valeu'"):
         read_known(file)
 
 
@@ -205,6 +277,15 @@ def test_the_pytest_plugin_adds_one_test_a_law_and_nothing_unasked(theirs):
     asked = [*command, "--dropless-target", "their_layers:mispaired", "--dropless-dtypes", "float32"]
     ran = subprocess.run([*asked, "-k", "exact-experts or own"], capture_output=True, text=True, cwd=theirs)
     assert "1 failed, 1 passed" in ran.stdout and "--only exact-experts --case" in ran.stdout, ran.stdout
+    for refused, words in (("their_layers:missing", []), ("their_layers:right", ["--dropless-known", "none.json"])):
+        ran = subprocess.run(
+            [*command, "--dropless-target", refused, *words, "-k", "value or ties"],
+            capture_output=True,
+            text=True,
+            cwd=theirs,
+        )
+        assert ran.stdout.count("dropless: ") >= 2 and "Traceback" not in ran.stdout + ran.stderr, ran.stdout
+        assert "TypeError" not in ran.stdout and ".py:" not in ran.stdout, ran.stdout
     assert sorted(p.name for p in theirs.iterdir() if p.name != "__pycache__") == [
         "test_own.py",
         "their_layers.py",

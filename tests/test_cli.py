@@ -1,5 +1,6 @@
 """The command line: what works without arguments, what is refused in one line, and what never leaves a half-written file."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -11,8 +12,10 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dropless.parity import registry, running, timing
+from dropless.parity import options, registry, running, stages, timing
 from dropless.parity.cli import app, usage_line
+from dropless.parity.inputs import make_case
+from dropless.parity.problem import Problem
 from dropless.parity.records import read
 from dropless.parity.running import QUICK_COMPILE
 from typer.testing import CliRunner
@@ -164,6 +167,41 @@ BAD = {
 def test_bad_input_is_one_line_that_names_the_value(arguments, message, tmp_path):
     assert message in one_line(run("compare", *arguments))
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("check", "nope", "--json", "none/r.json"),
+        ("check", "nope", "--junit", "none/r.xml"),
+        ("mutants", "--only", "nope", "--json", "none/r.json"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(arguments):
+    assert "no folder none" in one_line(run(*arguments))
+
+
+def test_report_check_looks_at_readmes_only():
+    assert "--check was given without --readme" in one_line(run("report", "r.json", "--check"))
+
+
+def test_a_layer_is_found_from_the_current_folder(monkeypatch):
+    Path("a_layer_here.py").write_text("def experts(problem, params, x, routing):\n    return x\n")
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p not in ("", os.getcwd())])
+    assert options.implementations(["a_layer_here:experts"])[0].name == "a_layer_here:experts"
+
+
+def test_a_gradient_that_does_not_come_back_is_a_finding():
+    problem = Problem(T=4, K=1, E=2, D=8, F=8)
+    case = make_case(problem)
+    whole = registry.get("loop_and_pad")
+    lacks = dataclasses.replace(
+        whole, stages={**whole.stages, "experts_vjp": lambda problem, params, x, routing, dy: {"x": dy * 0}}
+    )
+    call = stages.stage_call(lacks, "experts forward+backward", [case])
+    found = stages.stage_findings("experts forward+backward", call, case, 0, call(0), "oracle")
+    lacking = {f.tensor for f in found if "no gradient" in f.message}
+    assert lacking == {"topk_weights", "wi", "wo"} and not any(f.ok for f in found if f.tensor in lacking)
 
 
 def test_a_trace_with_ids_out_of_range_is_named(tmp_path):
