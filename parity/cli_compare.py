@@ -119,6 +119,8 @@ def compare(
                 Options(grad=grad, layer=workload.layer, timing=timing, step=step, **alike),
             )
         case.label, case.source = workload.label, workload.source
+        if not text and trace is None and x is None:
+            case.pattern, case.exponent = skew or "zipf", exponent
         case.traffic = moved
         record.cases.append(case)
         if save_trace is not None and jax.process_index() == 0:

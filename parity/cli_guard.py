@@ -12,6 +12,7 @@ from .device import device_class
 from .guard import CONFIRMATIONS, Shift, confirmed, environment_changes, parity_changes, shifts
 from .problem import InvalidInput, Problem
 from .records import CaseRecord, Record, new_record, read, write, write_text
+from .registry import BASELINE
 from .terminal import out, progress, table
 
 CASE_BUDGET_S = 5.0
@@ -26,6 +27,8 @@ def guard(
 ) -> int:
     """Times what the baseline timed and compares ratios to loop_and_pad. Exit 1: an answer changed, or something is slower."""
     before = read(baseline)
+    ranks = [mesh.devices for c in before.cases if (mesh := Problem.from_json(c.problem).mesh) is not None]
+    o.start_devices(max(ranks, default=None))
     target = o.record_path(out_, "dropless-guard")
     o.check_writable(markdown)
     record = new_record("guard", seed=before.seed, command={"baseline": baseline.name})
@@ -54,6 +57,13 @@ def check_comparable(before: Record, now: Record, cross_device: bool) -> None:
     timed = [c for c in before.cases if any(r.timings for r in c.results)]
     if not timed:
         raise InvalidInput("the baseline holds no timings; accepted: a record of dropless bench or compare")
+    for case in timed:
+        names = {r.implementation for r in case.results if r.timings}
+        if BASELINE not in names or len(names) < 2:
+            raise InvalidInput(
+                f"the baseline's case {case.label!r} times {', '.join(sorted(names))}; accepted: {BASELINE} and one more, "
+                "since ratios are what is compared"
+            )
     if not any(c.pattern for c in timed):
         raise InvalidInput(
             "the baseline's inputs came from a file; accepted: cases drawn from a named pattern (--skew)"
@@ -113,7 +123,6 @@ def _measure_again(case: CaseRecord, seed: int, budget_s: float, only: list[Shif
     """The same problem and pattern, measured now; with `only`, just the suspected calls and the baseline's."""
     from .inputs import make_case
     from .measure import GUARD_ROUNDS, Options, run_case
-    from .registry import BASELINE
     from .workload import VARIANTS, same_params
 
     problem = Problem.from_json(case.problem)

@@ -53,7 +53,9 @@ def ladder(
         if ranks > 1 and len(alone) < len(implementations):
             spread = build(dataclasses.replace(request, ep=ranks))
             there = [i for i in implementations if i.name in SPREAD]
-            case.results += run_case(spread.cases, there, dataclasses.replace(chosen, step=step)).results
+            for result in run_case(spread.cases, there, dataclasses.replace(chosen, step=step)).results:
+                result.notes["devices"] = ranks
+                case.results.append(result)
     case.label, case.source, case.exponent = workload.label, workload.source, exponent
     case.pattern = skew or "zipf"
     record.cases.append(case)
@@ -62,7 +64,7 @@ def ladder(
     console = out()
     console.print(f"[bold]{escape(case.label)}[/] · {escape(problem_line(workload.problem))}", highlight=False)
     console.print(escape(load_line(case)), highlight=False)
-    print_walk(walk)
+    print_walk(walk, str(record.environment.get("device_kind")))
     if html is not None:
         from .report import page
         from .report_sections import ladder_section, runs
@@ -73,7 +75,7 @@ def ladder(
 
 
 def ranks_for(E: int, T: int) -> int:
-    """The most of this process's devices, up to 8, among which E experts and T tokens divide evenly."""
+    """The most of this process's devices, up to the 8 of one host, among which E experts and T tokens divide evenly."""
     return max(n for n in range(1, min(jax.device_count(), 8) + 1) if E % n == 0 and T % n == 0)
 
 
@@ -92,8 +94,8 @@ def runnable() -> list[Implementation]:
     return found
 
 
-def print_walk(walk: list[dict[str, Any]]) -> None:
-    """Each rung with its text and code, then the table, its last column a waterfall in characters."""
+def print_walk(walk: list[dict[str, Any]], here: str) -> None:
+    """Each rung with its text and code, then the table, its last column a waterfall in characters of what ran `here`."""
     console = out()
     for i, (rung, row) in enumerate(zip(RUNGS, walk, strict=True), 1):
         console.print(f"[bold]{i}. {rung.title}[/] [dim]{rung.name} · {rung.code_at()}[/]", highlight=False)
@@ -102,25 +104,25 @@ def print_walk(walk: list[dict[str, Any]]) -> None:
             console.print(f"   [yellow]{escape(row['reason'])}[/]", highlight=False)
     numbers = ("time", "useful", "padding", "memory", "executables")
     t = table("rung", *numbers, "", title=f"{WHAT}: time, and the change from the rung above", numbers=numbers)
-    measured = [r["seconds"] for r in walk if r.get("seconds")]
+    measured = [r["seconds"] for r in walk if r.get("seconds") and r["device"] == here]
     previous: float | None = None
     for i, row in enumerate(walk, 1):
         if not row.get("seconds"):
             t.add_row(f"{i} {row['implementation']}", "-", "-", "-", "-", "-", "not measured here")
             continue
-        elsewhere = row["device"] != walk[0]["device"]
+        elsewhere, devices = row["device"] != here, row.get("devices", 1)
         t.add_row(
-            f"{i} {row['implementation']}",
+            f"{i} {row['implementation']}" + (f" on {devices}" if devices > 1 else ""),
             seconds(row["seconds"]),
             rate(row["flops_per_s"]),
             "-" if row["padding"] is None else f"{100 * row['padding']:.0f} %",
             size(row["memory"]),
             str(row["compiles"]),
-            f"recorded on {row['device']}"
+            f"recorded on {row['device']}: {row['case']}"
             if elsewhere
             else _bar(previous, row["seconds"], min(measured), max(measured)),
         )
-        previous = row["seconds"]
+        previous = previous if elsewhere else row["seconds"]
     console.print(t)
 
 

@@ -138,7 +138,7 @@ RUNGS: tuple[Rung, ...] = (
 
 
 SPREAD = ("te_ep",)
-"""Rungs of several devices: they do the same work, spread over all that are here."""
+"""Rungs of several devices: they do the same work, spread over those that are here."""
 
 
 def shipped() -> list[Record]:
@@ -183,6 +183,7 @@ def _row(record: Record, case: CaseRecord, name: str) -> dict[str, Any] | None:
         "reason": result.reason,
         "verdict": result.verdict,
         "device": device,
+        "devices": int(result.notes.get("devices", 1)),
         "platform": record.environment.get("platform"),
         "case": case.label,
     }

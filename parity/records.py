@@ -297,8 +297,10 @@ def validate(record: Record, where: str = "record") -> None:
                 raise InvalidInput(f"{at} has verdict 'agree' without findings; accepted: one finding or more")
             if r.verdict == "cannot run" and (not r.reason or r.findings):
                 raise InvalidInput(f"{at} has verdict 'cannot run'; accepted: with a reason and without findings")
+            if r.timings and failed:
+                raise InvalidInput(f"{at} has timings though {failed[0]} failed; accepted: no failed finding")
             for t in r.timings:
-                if not t.wall_s or min(t.wall_s) <= 0 or any(s <= 0 for s in t.device_s):
+                if not t.wall_s or not all(s > 0 for s in (*t.wall_s, *t.device_s)):
                     raise InvalidInput(f"{at}.{t.what} has no positive times; accepted: seconds above 0")
 
 

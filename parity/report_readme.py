@@ -76,6 +76,10 @@ def refresh(path: Path, *, check: bool = False) -> bool:
 
     def fill(found: re.Match[str]) -> str:
         view, paths = found["view"], found["paths"].split()
+        if len(paths) < (2 if view == "picture" else 1):
+            raise InvalidInput(
+                f"{path} asks for {view} without a record; accepted: VIEW RECORD..., picture FILE RECORD..."
+            )
         if view == "picture":
             target, *paths = paths
             pictures[root / target] = picture([read(root / p) for p in paths])

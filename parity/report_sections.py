@@ -41,7 +41,7 @@ def sections(records: Sequence[Record]) -> list[Section]:
     if timed:
         found += [speedup(timed), *(times(r, c) for r, c in timed)]
         found += [s for r, c in timed if (s := time_split(r, c))]
-        found += [roofline(r, c) for r, c in timed]
+        found += [section for r, c in timed if (section := roofline(r, c)) is not None]
     found += [ladder_section(r) for r in records if r.kind == "ladder"]
     found += [errors(r, c) for r, c in judged if any(f.histogram for x in c.results for f in x.findings)]
     return found
@@ -76,10 +76,16 @@ def matrix(record: Record, case: CaseRecord) -> Section:
 
 
 def cell(result: ResultRecord, stage: str, tensor: str) -> str:
-    """One tensor's worst finding."""
-    found = [f for f in (*result.findings, *result.after) if (f.stage, f.tensor) == (stage, tensor)]
+    """One tensor's worst finding; `-` where nothing was judged."""
+    found = [
+        f
+        for f in (*result.findings, *result.after)
+        if (f.stage, f.tensor) == (stage, tensor) and f.verdict != "cannot run"
+    ]
     if not found:
         return "-"
+    if any(f.verdict == "known" for f in found):
+        return "known"
     measured = [f.percent for f in found if f.percent is not None]
     text = percent(max(measured)) if measured else "exact"
     return text if all(f.ok for f in found) else f"FAILS ({text if measured else found[0].check})"
@@ -197,10 +203,12 @@ def time_split(record: Record, case: CaseRecord) -> Section | None:
     )
 
 
-def roofline(record: Record, case: CaseRecord) -> Section:
-    """Each call's useful rate against what its arithmetic intensity allows."""
+def roofline(record: Record, case: CaseRecord) -> Section | None:
+    """Each call's useful rate against what its arithmetic intensity allows; None where no dense GEMM was timed."""
     scale, unit = rate_unit(record)
     dense = next((b.flops_per_s for b in case.bounds if b.what == "dense GEMM"), 0.0)
+    if not dense:
+        return None
     copy = next((b.bytes_moved / b.median for b in case.bounds if b.what == "memory copy"), None)
     points: dict[str, list[tuple[str, float, float]]] = {}
     rows = []
@@ -268,7 +276,7 @@ def ladder_section(record: Record) -> Section:
                 f"{100 * r['padding']:.0f} %" if timed and r.get("padding") is not None else "-",
                 size(r["memory"]) if timed else "-",
                 str(r["compiles"]) if timed else "-",
-                r["device"] if timed else "not measured",
+                _measured_on(r) if timed else "not measured",
             ]
         )
     names = [f"{i}. {r['title']}" for i, r in enumerate(walk, 1)]
@@ -285,11 +293,16 @@ def ladder_section(record: Record) -> Section:
     )
 
 
+def _measured_on(row: dict) -> str:
+    devices = row.get("devices") or 1
+    return f"{devices} x {row['device']}" if devices > 1 else row["device"]
+
+
 def ratio(case: CaseRecord, implementation: str, what: str) -> float | None:
     """loop_and_pad's median over the implementation's; None when either was not timed."""
     base, own = case.result(BASELINE), case.result(implementation)
     a = base.timing(what) if base else None
-    b = own.timing(what) if own else None
+    b = own.timing(what) if own and not apart(own) else None
     return a.median / b.median if a and b and b.median else None
 
 
@@ -299,7 +312,12 @@ def rate_unit(record: Record) -> tuple[float, str]:
 
 
 def _names(timed: Sequence[tuple[Record, CaseRecord]]) -> list[str]:
-    return list(dict.fromkeys(r.implementation for _, c in timed for r in c.results if r.timings))
+    return list(dict.fromkeys(r.implementation for _, c in timed for r in c.results if r.timings and not apart(r)))
+
+
+def apart(result: ResultRecord) -> bool:
+    """Whether it was timed on more devices than the case's others, in a run of its own: its time is no ratio's."""
+    return "devices" in result.notes
 
 
 def _best_what(cases: Sequence[CaseRecord]) -> str:

@@ -14,7 +14,7 @@ from .records import Record
 from .registry import BASELINE
 from .report import table
 from .report_sections import rate_unit, ratio
-from .terminal import percent, seconds
+from .terminal import percent, rate, seconds
 
 WHAT = "experts forward+backward"
 
@@ -107,7 +107,7 @@ def ladder_table(records: Sequence[Record]) -> list[str]:
                 r["title"],
                 f"`{r['implementation']}`",
                 seconds(r["seconds"]) if r.get("seconds") else r.get("reason", "-"),
-                r.get("rate") or "-",
+                rate(r["flops_per_s"]) if r.get("seconds") else "-",
                 "-" if r.get("padding") is None else f"{100 * r['padding']:.0f} %",
                 "-" if r.get("compiles") is None else str(r["compiles"]),
                 r.get("device", ""),
@@ -138,9 +138,11 @@ def gpu_matrix(records: Sequence[Record]) -> list[str]:
                 if f.verdict == "cannot run":
                     continue
                 key = (f.stage or "experts", *column)
-                if not f.ok:
+                if f.verdict == "known":
+                    worst[key] = "known"
+                elif not f.ok:
                     worst[key] = "FAILS"
-                elif f.percent is not None and worst.get(key) != "FAILS":
+                elif f.percent is not None and worst.get(key) not in ("FAILS", "known"):
                     old = worst.get(key)
                     worst[key] = max(f.percent, old) if isinstance(old, float) else f.percent
                 else:
@@ -165,14 +167,12 @@ def laws(records: Sequence[Record]) -> list[str]:
         judged = [f for f in r.findings if f.law]
         agreed = [f for f in judged if f.verdict == "agree"]
         worst = [f.percent for f in agreed if f.percent is not None]
-        counts.append([f"`{r.implementation}`", str(len(agreed)), percent(max(worst)) if worst else "exact"])
+        share = percent(max(worst)) if worst else "exact" if agreed else "-"
+        counts.append([f"`{r.implementation}`", str(len(agreed)), share])
+        if not judged:
+            other.append([f"`{r.implementation}`", "all", r.verdict, r.reason])
         other += [
-            [
-                f"`{r.implementation}`",
-                f"`{f.law}`",
-                f.verdict or ("agree" if f.ok else "FAILS"),
-                f.message.replace("|", "/"),
-            ]
+            [f"`{r.implementation}`", f"`{f.law}`", f.verdict or ("agree" if f.ok else "FAILS"), f.message]
             for f in judged
             if f.verdict != "agree"
         ]

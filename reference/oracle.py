@@ -16,7 +16,7 @@ from ..parity.problem import Losses, Output, Params, Problem, Routing
 from . import oracle_router as router
 from . import oracle_rows as rows
 from .oracle_gauge import Noise
-from .oracle_repeats import kinds_of, repeats
+from .oracle_repeats import contents_of, repeats
 from .oracle_routes import RouteView, best_choice
 from .oracle_totals import Gradients, independent, judge_losses, loss_slopes, segments_of
 
@@ -148,7 +148,7 @@ class _Run:
         self.gate: Any = [None if leaf is None else wide(leaf) for leaf in router.leaves_of(params)]
         self.x = wide(x)
         self.dy = None if cotangent is None else wide(cotangent)
-        self.kinds = kinds_of(x) if cotangent is not None and kernels else None
+        self.contents = contents_of(x) if cotangent is not None and kernels else None
 
     def score(self, t: int) -> router.Scores:
         return router.scores(np, self.problem, self.noise, self.gate, self.x[t])
@@ -167,7 +167,7 @@ class _Run:
             )
             same = None
             if self.dy is not None:
-                same = repeats(self.kinds, visits[:, 0], w[visits[:, 0], visits[:, 1]], self.dy[visits[:, 0]])
+                same = repeats(self.contents, visits[:, 0], w[visits[:, 0], visits[:, 1]], self.dy[visits[:, 0]])
             for i, (t, k) in enumerate(visits):
                 f = rows.forward(np, problem, noise, expert, self.x[t], w[t, k], var_w[t, k])
                 out.y.add(t, f.weighted, f.var_weighted, f.lumps)
@@ -209,7 +209,7 @@ class _Run:
         problem, noise = self.problem, self.noise
         expert = rows.Expert.of(wide(self.params.need("shared_wi")), wide(self.params.need("shared_wo")))
         tokens = np.nonzero(real)[0]
-        same = None if self.dy is None else repeats(self.kinds, tokens, np.ones(len(tokens)), self.dy[tokens])
+        same = None if self.dy is None else repeats(self.contents, tokens, np.ones(len(tokens)), self.dy[tokens])
         for i, t in enumerate(tokens):
             f = rows.forward(np, problem, noise, expert, self.x[t], None, None, shared=True)
             out.y.add(t, f.weighted, f.var_weighted, f.lumps)

@@ -20,7 +20,7 @@ from ..parity.problem import Losses, Output, Params, Problem, Routing
 from . import oracle_blocks as blocks
 from . import oracle_router as router
 from . import oracle_rows as rows
-from .oracle_repeats import kinds_of, repeats
+from .oracle_repeats import contents_of, repeats
 from .oracle_routes import RouteView
 from .oracle_totals import PER_EXPERT, independent, loss_slopes, segments_of
 
@@ -155,7 +155,7 @@ class _Run:
         self.y, self.dx = blocks.no_tokens(problem), (None if cotangent is None else blocks.no_tokens(problem))
         shape = (problem.T, problem.K)
         self.dweight = jnp.zeros(shape, jnp.float64), jnp.zeros(shape, jnp.float64)
-        self.kinds = None if cotangent is None else kinds_of(x)
+        self.contents = None if cotangent is None else contents_of(x)
         self.kinks = self.kinks_shared = 0
 
     def scores(self) -> router.Scores:
@@ -232,10 +232,10 @@ class _Run:
         p = self.problem
         sums = None if self.dy is None else blocks.no_rows(p, shared)
         same = None
-        if self.kinds is not None and self.dy is not None:
+        if self.contents is not None and self.dy is not None:
             ones = jnp.ones(len(token), jnp.float64)
             weights = ones if shared else w[token, slot]
-            same = repeats(self.kinds, token, weights, self.dy[token].astype(jnp.float64))
+            same = repeats(self.contents, token, weights, self.dy[token].astype(jnp.float64))
         done, kinks = 0, 0
         while done < len(token):
             size = next((b for b in BLOCKS if b >= len(token) - done), BLOCKS[-1])

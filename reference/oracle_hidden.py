@@ -23,9 +23,10 @@ class Hidden(NamedTuple):
     slope: Any
     """act'(gate), the value."""
     reach: Any
-    """The largest |act'| within the gate's own error: what its error is multiplied by."""
+    """What dh's error is multiplied by: act', where it bends sharply its largest within the gate's error; with quantised operands its
+    root mean square there."""
     curvature: Any
-    """Likewise |act''|."""
+    """What the gate's error is multiplied by in the slope: likewise of act''."""
     slope_parts: Any
     """Sum of the magnitudes that float32 adds up to act'(gate)."""
     slope_jump: Any

@@ -159,9 +159,9 @@ def backward(
     var_wh = w * w * z.var_h
     if not shared:
         var_wh = var_wh + noise.rounded("weighted_h", wh) + COUNT["weighted_dy"] * noise.u2 * wh * wh
-    common = None
+    common, var_dpre_row = None, var_dpre
     if repeats is not None:
-        common = _common(xp, problem, noise, expert, z, relative, var_wh / (unit * unit), repeats)
+        common = _common(xp, problem, noise, expert, z, relative, repeats)
         var_dpre = var_dpre + common.dpre
     var_operand, x_floor = var_dpre, None
     if coarse:
@@ -182,11 +182,11 @@ def backward(
         dx=dx,
         var_dx=var_dx + together["x"],
         lumps={
-            "x": _lumps((var_dpre if own is None else var_dpre + own) * expert.wi2.sum(0), whole["x"]),
-            "wi": _shared_lumps(_lumps(var_operand * x2[..., None], whole["wi"] * x2), common, "wi", x2),
-            "wo": _shared_lumps(_lumps(var_wh * dy2[..., None], whole["wo"] * dy2), common, "wo", x2),
-            "wi_bias": Lumps(whole["wi"], whole["wi"] ** 2),
-            "wo_bias": Lumps(whole["wo_bias"], whole["wo_bias"] ** 2),
+            "x": _lumps((var_dpre_row if own is None else var_dpre_row + own) * expert.wi2.sum(0), whole["x"]),
+            "wi": _copied_lumps(_lumps(var_operand * x2[..., None], whole["wi"] * x2), common, "wi", x2),
+            "wo": _copied_lumps(_lumps(var_wh * dy2[..., None], whole["wo"] * dy2), common, "wo", x2),
+            "wi_bias": _copied_lumps(Lumps(whole["wi"], whole["wi"] ** 2), common, "wi_bias", x2),
+            "wo_bias": _copied_lumps(Lumps(whole["wo_bias"], whole["wo_bias"] ** 2), common, "wo_bias", x2),
         },
         dweight=dweight,
         var_dweight=var_dweight,
@@ -207,7 +207,7 @@ def backward(
 
 
 class _Common(NamedTuple):
-    """This row's share of what copies of a row add to sums over tokens, by one error that they have in common."""
+    """This row's share of what copies of a row add to sums over tokens, by the errors that they have in common."""
 
     dpre: Any
     """Added to the variance of dpre."""
@@ -217,33 +217,52 @@ class _Common(NamedTuple):
     """How many rows are equal: [..., 1]."""
     dy2: Any
     """Squared norm of `Repeats.dy`."""
+    weight_wi: Any
+    """Of dpre's share, what the weight's own error adds over all columns: it moves them together."""
+    weight_wo: Any
+    """The same of dy's columns."""
 
 
 def _common(
-    xp: Any, problem: Problem, noise: Noise, expert: Expert, z: Hidden, relative: Any, var_h: Any, repeats: Repeats
+    xp: Any, problem: Problem, noise: Noise, expert: Expert, z: Hidden, relative: Any, repeats: Repeats
 ) -> _Common:
-    """Copies have one h, one slope and one weight, and differ in dy, so dh alone errs apart in each."""
+    """Copies have one h, one slope, one x and one weight, and differ in dy, so dh alone errs apart in each.
+
+    Quantised copies share the errors of x and h as operands too, and where dy is equal those of the gradients.
+    """
     dh = repeats.dy @ expert.wo.T
     gate = (
         (z.up * z.curvature) ** 2 * z.var_gate
         + z.reach**2 * z.var_up
         + (noise.rounded("slope", z.slope) + transcendental(z.h * 0, z.slope_parts)) * z.up**2
         + (z.up * z.slope_jump) ** 2
-        + relative * (z.up * z.slope) ** 2
     )
-    dpre = dh**2 * gate
+    dpre, factor = dh**2 * gate, z.up * z.slope
     if problem.experts.gated:
         reach = xp.maximum(z.up_slope, xp.where(z.up_jump > 0, 1.0, 0.0))
-        up = reach * z.var_act + (z.act * z.up_jump) ** 2 + relative * (z.act * z.up_slope) ** 2
-        dpre = xp.concatenate([dpre, dh**2 * up], -1)
-    return _Common(dpre, var_h + relative * z.h**2, repeats.copies, (repeats.dy**2).sum(-1))
+        dpre = xp.concatenate([dpre, dh**2 * (reach * z.var_act + (z.act * z.up_jump) ** 2)], -1)
+        factor, dh = xp.concatenate([factor, z.act * z.up_slope], -1), xp.concatenate([dh, dh], -1)
+    value2 = (dh * factor) ** 2
+    operands = sum(noise.operands.relative("d_kernel", role) for role in ("activation", "gradient"))
+    dy2 = (repeats.dy**2).sum(-1)
+    return _Common(
+        dpre=dpre + (operands + relative) * value2,
+        h=z.var_h + ((COUNT["weighted_h"] + COUNT["weighted_dy"]) * noise.u2 + operands + relative) * z.h**2,
+        copies=repeats.copies,
+        dy2=dy2,
+        weight_wi=relative[..., 0] * value2.sum(-1),
+        weight_wo=relative[..., 0] * dy2,
+    )
 
 
-def _shared_lumps(own: Lumps, common: _Common | None, name: str, x2: Any) -> Lumps:
+def _copied_lumps(own: Lumps, common: _Common | None, name: str, x2: Any) -> Lumps:
     """The row's lumps with those of its copies, of which each holds an equal share: n shares are one lump, not n."""
     if common is None:
         return own
-    parts = common.dpre * x2[..., None] if name == "wi" else common.h * common.dy2[..., None]
+    if name in ("wi_bias", "wo_bias"):
+        parts = (common.weight_wi if name == "wi_bias" else common.weight_wo)[..., None]
+    else:
+        parts = common.dpre * x2[..., None] if name == "wi" else common.h * common.dy2[..., None]
     more = common.copies[..., 0] * (parts * parts).sum(-1)
     # wi's total has them already, in the variance of dpre.
     return Lumps(own.total + (0.0 if name == "wi" else parts.sum(-1)), own.squares + more)

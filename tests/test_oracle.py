@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from dropless.parity import complete, get, running
 from dropless.parity.inputs import make_case
 from dropless.parity.judge import judge_pieces
 from dropless.parity.problem import Clamp, Experts, Params, Problem, Router, Routing
@@ -249,6 +250,22 @@ def test_copies_of_a_token_err_together():
         alone = np.median(apart[name][one[name] > 0] / one[name][one[name] > 0])
         assert 0.4 * n < grown < 1.5 * n, (name, grown)
         assert alone < 0.75 * grown, (name, alone, grown)
+
+
+@pytest.mark.parametrize("recipe", ["fp8-current", "fp8-block", "mxfp8"])
+def test_honest_quantised_layers_stay_within_the_gauge_on_copies(recipe):
+    """512 equal rows share the errors of x and h as operands, and nearly those of the gradients."""
+    problem = Problem(T=512, K=1, E=2, D=64, F=32, dtype="bfloat16", recipe=recipe)
+    case = make_case(problem, seed=7, pattern="balanced")
+    rng = np.random.default_rng(0)
+    x = np.repeat(np.asarray(case.x[:1]), 512, 0)
+    dy = (rng.standard_normal((1, 64)) + 0.3 * rng.standard_normal((512, 64))).astype(x.dtype)
+    case = case.replace(x=jnp.asarray(x), cotangent=jnp.asarray(dy))
+    got = running.experts(complete(get("loop_and_pad")), case)
+    judged = oracle.judge_experts(problem, case.params, x, case.routing, dy)
+    for name in ("wi", "wo"):
+        error = abs(got[name].astype(np.float64) - judged[name].value)
+        assert (error <= ELEMENT_BAR * judged[name].gauge).all(), name
 
 
 @pytest.mark.parametrize("copied", [False, True], ids=["", "copies"])

@@ -124,12 +124,6 @@ def test_whose_weights_a_router_gets(router, K, fused):
     assert bool(told.reason) != fused
 
 
-def test_the_host_side_path_is_told_apart():
-    assert support.host_side_gemm(BF16.replace(dtype="float16"))
-    assert support.host_side_gemm(BF16.replace(dtype="float32", precision="tf32"))
-    assert "tf32" in support.host_side_gemm(BF16.replace(dtype="float32")).reason
-
-
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="this is about machines without a GPU")
 def test_te_is_listed_with_its_reason():
     assert "te" in registry.names()

@@ -1,9 +1,8 @@
 """One product per expert over contiguous blocks of rows, in one call to cuBLAS through Transformer Engine.
 
 TE has two paths. V2 reads group sizes in device memory: nothing is copied to the host and one executable serves every
-routing. V1 copies them to the host, waits, and launches one product per expert; it needs rows == sum(group_sizes), so
-rows beyond the blocks join the last block as zeros. Only V2 is taken here unless `host_sync` asks for V1; a call that
-TE would silently send to V1 raises `Unsupported` instead.
+routing. V1 copies them to the host, waits, and launches one product per expert. Only V2 is taken here; a call that TE would
+silently send to V1 raises `Unsupported` instead.
 """
 
 from __future__ import annotations

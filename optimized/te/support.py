@@ -127,7 +127,9 @@ def device_side_gemm(problem: Problem) -> Support:
     """
     p = problem
     if p.recipe != "none":
-        return Support(False, f"recipe is {p.recipe!r}; te multiplies unquantised operands, accepted: 'none'")
+        return Support(
+            False, f"recipe is {p.recipe!r}; this layer's products take unquantised operands, accepted: 'none'"
+        )
     if p.dtype != "bfloat16":
         return Support(False, f"dtype is {p.dtype}; TE's device-side grouped GEMM accepts bfloat16")
     for axis in "DF":
@@ -161,16 +163,6 @@ def host_sync(problem: Problem) -> str:
     """Why `te` copies group sizes to the host for this problem; "" where it does not."""
     needs = RECIPES.get(problem.recipe)
     return needs.host_sync if needs else ""
-
-
-def host_side_gemm(problem: Problem) -> Support:
-    """Whether both expert products can run with group sizes copied to the host (TE's V1 path)."""
-    p = problem
-    if p.recipe != "none":
-        return Support(False, f"recipe is {p.recipe!r}; te multiplies unquantised operands, accepted: 'none'")
-    if p.dtype == "float32" and p.precision != "tf32":
-        return Support(False, f"precision is {p.precision!r}; TE multiplies float32 in TF32, accepted: 'tf32'")
-    return Support(True)
 
 
 def selection(router: Router, K: int, E: int) -> Support:

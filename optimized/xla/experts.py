@@ -21,8 +21,8 @@ from .visit import Block, block_sizes, visit
 def experts(problem: Problem, params: Params, x: Float[Array, "T D"], routing: Routing) -> Float[Array, "T D"]:
     """Runs the routed experts at a fixed routing: y_t = sum_k w_tk * (act(x_t @ wi_e + b_e) @ wo_e + c_e), e = idx_tk.
 
-    With early placement w_tk multiplies h before wo, and c_e, which h does not carry. A biased product, h and a weighted
-    h are rounded to the storage dtype; everything between, the sum over k and the sum over an expert's rows, is
+    With early placement w_tk multiplies h before wo, and c_e, which h does not carry. Each product, its bias added, and a
+    (weighted) h are rounded to the storage dtype; everything between, the sum over k and the sum over an expert's rows, is
     float32.
 
     Backward keeps only the pre-activations of the T*K rows; x and dy are gathered again. An idle expert's gradients are

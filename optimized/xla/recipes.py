@@ -166,4 +166,5 @@ def _mx_scale(amax: Array, element: str) -> Array:
     """The power of two at or above amax / largest; 1 for an all-zero block, whose values are 0 under any scale."""
     mantissa, exponent = jnp.frexp(amax * jnp.float32(1 / _LARGEST[element]))
     up = jnp.where(mantissa == 0.5, exponent - 1, exponent)
+    up = jnp.where(jnp.isinf(amax), 126, up)  # frexp says exponent 0 of infinity
     return jnp.where(amax > 0, jnp.ldexp(jnp.float32(1.0), jnp.clip(up, -126, 126)), 1.0)

@@ -1,11 +1,11 @@
 """Visits the rows of every busy expert in blocks of static size: the loop under each block-sparse pass.
 
-Experts are taken in the order of their group's size, not of their number. An expert whose rows fit into a block of some
+Experts are taken in the order of their block's size, not of their number. An expert whose rows fit into a block of some
 size has exactly one visit, with the smallest such block; only an expert above the largest size has several. So the work
 follows the real rows, each kernel is read once a pass, and a kernel's gradient is nearly always one product, not a sum.
 
 A block may reach into its neighbours' rows: `Block.own` says which rows are its own. What the others hold is selected
-away wherever rows are summed, and kept wherever rows are written. No row is padded, and none is written twice.
+away wherever rows are summed, and kept wherever rows are written. No row is padded, and none is changed by a neighbour's visit.
 """
 
 from __future__ import annotations
