@@ -58,6 +58,7 @@ def jit(implementation: Implementation, case: Case) -> list[Finding]:
     compiled = running.experts(implementation, case)
     fn = implementation.stage("experts")
     y = fn(case.problem, case.params, case.x, case.routing)
+    running.check_kind("experts", "y", y, compiled["y"].shape, case.problem.dtype)
     return by_gauge(case.problem, oracle_view(case), {"y": np.asarray(y)}, {"y": compiled["y"]})
 
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from . import running
 from .compare import Finding
 from .inputs import Case
 from .interface import Implementation
@@ -47,7 +48,8 @@ def index_width(implementation: Implementation, case: Case) -> list[Finding]:
     for stage, args in inputs.items():
         if not implementation.offers(stage):
             continue
-        closed = jax.make_jaxpr(functools.partial(implementation.stage(stage), problem))(*args)
+        with running.blaming_target():
+            closed = jax.make_jaxpr(functools.partial(implementation.stage(stage), problem))(*args)
         integers = [var for var in closed.jaxpr.invars if _is_integer(var.aval)]
         known: dict[Any, Range] = dict.fromkeys(integers, (-1, problem.E - 1))
         if stage == "unpermute":

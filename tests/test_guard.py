@@ -127,6 +127,13 @@ def test_a_baseline_without_timings_is_refused():
         cli_guard.check_comparable(before, now, cross_device=False)
 
 
+def test_a_baseline_without_ratios_is_refused():
+    before, now = record_of(run(1)), record_of(run(2))
+    before.cases[0].results = before.cases[0].results[1:]
+    with pytest.raises(InvalidInput, match="times blocked; accepted: loop_and_pad and one more"):
+        cli_guard.check_comparable(before, now, cross_device=False)
+
+
 def test_the_summary_is_a_table_that_names_alarms():
     before = run(1, noise=0.0)
     rows = guard.shifts(before, run(2, noise=0.0, slower={"experts forward": 1.5}))

@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from dropless.parity import InvalidInput, Problem, cli_guard, guard, ladder, records, report, report_readme
+from dropless.parity import InvalidInput, Problem, cli_guard, cli_ladder, guard, ladder, records, report, report_readme
 from dropless.parity.records import FindingRecord, ResultRecord, TimingRecord
-from dropless.parity.report_sections import sections
+from dropless.parity.report_sections import ratio, sections
 from dropless.parity.stages import WHATS
 
 BROWSER = next((b for b in ("chromium", "chromium-browser", "google-chrome") if shutil.which(b)), None)
@@ -172,7 +172,33 @@ def test_ladder_record_renders_with_its_waterfall(record):
     found = [s for s in sections([made]) if s.title.startswith("Ladder")]
     assert len(found) == 1 and len(found[0].rows) == len(ladder.RUNGS)
     assert "<svg" in found[0].plot()
-    assert "block alignment" in "\n".join(report_readme.VIEWS["ladder"]([made]))
+    text = "\n".join(report_readme.VIEWS["ladder"]([made]))
+    assert "block alignment" in text and "MFLOP/s" in text
+    spread = made.cases[0].results[-1]
+    spread.notes["devices"] = 2
+    assert ladder.rows(made, made.cases[0])[4]["devices"] == 2
+    assert ratio(made.cases[0], spread.implementation, WHATS[5]) is None
+    assert cli_ladder.ranks_for(6, 8) in (1, 2)
+
+
+def test_the_tables_of_laws_tell_judged_from_not_judged():
+    made = records.new_record("check")
+    case = records.new_case("laws", Problem(T=8, K=2, E=4, D=16, F=32, dtype="bfloat16", recipe="mxfp8"))
+    findings = [
+        FindingRecord(tensor="", stage="route", ok=True, law="ties", verdict="agree"),
+        FindingRecord(tensor="y", stage="experts", ok=True, percent=20.0, law="value", verdict="agree"),
+        FindingRecord(tensor="", stage="layer", ok=True, law="masked", verdict="cannot run", message="one | reason"),
+        FindingRecord(tensor="", stage="permute", ok=True, law="bijection", verdict="known", message="upstream"),
+    ]
+    case.results.append(ResultRecord(implementation="te", verdict="agree", findings=findings))
+    case.results.append(ResultRecord(implementation="te_ep", verdict="cannot run", reason="1 GPU"))
+    made.cases.append(case)
+    text = "\n".join(report_readme.VIEWS["laws"]([made]))
+    assert "| `te` | 2 | 20 % |" in text and "| `te_ep` | 0 | - |" in text
+    assert "one \\| reason" in text and "| `te_ep` | all | cannot run | 1 GPU |" in text and "upstream" in text
+    matrix = "\n".join(report_readme.VIEWS["gpu-matrix"]([made]))
+    assert "`te` mxfp8" in matrix and "layer" not in matrix
+    assert "| route | exact |" in matrix and "| permute | known |" in matrix and "| experts | 20 % |" in matrix
 
 
 def test_importing_the_command_line_imports_no_plot_library():
