@@ -168,6 +168,7 @@ def _guarded(fn: Callable[..., Any]) -> Callable[..., Any]:
     if hasattr(fn, "_dropless_guarded"):
         return fn
 
+    @functools.wraps(fn, updated=())  # JAX's messages name the target's function
     def run(*args: Any, **kwargs: Any) -> Any:
         with blaming_target():
             return fn(*args, **kwargs)
