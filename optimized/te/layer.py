@@ -16,6 +16,9 @@ from .hidden import hidden
 from .quantised import quantised_experts
 from .routing import SCORES, gate_gradients, gate_logits, select_and_place, weights_at
 
+SEGMENTS = 1024
+"""Segments that are summed at a time: a matrix of SEGMENTS x T numbers."""
+
 
 def layer(
     problem: Problem,
@@ -126,8 +129,21 @@ def _losses(
     if segment_ids is not None:
         chosen = move.dense(jnp.ones(topk_idx.shape, jnp.float32), topk_idx, problem.E)
         segment = jnp.unique(segment_ids, return_inverse=True, size=problem.T)[1]
-        sums = [jax.ops.segment_sum(a, segment, problem.T) for a in (chosen, prob, real[:, None].astype(jnp.float32))]
+        sums = [_segment_sum(a, segment) for a in (chosen, prob, real[:, None].astype(jnp.float32))]
         size = sums[2][:, 0]
         sequence = balance(sums[0], sums[1], size).sum() / jnp.maximum((size > 0).astype(jnp.float32).sum(), 1.0)
     squares = jnp.square(jax.nn.logsumexp(z, axis=1))
     return Losses(balance=whole, sequence=sequence, z=jnp.where(real, squares, 0.0).sum() / n)
+
+
+def _segment_sum(values: Float[Array, "T N"], segment: Int[Array, " T"]) -> Float[Array, "T N"]:
+    """values[t] added up at segment[t], as products with 0 and 1: jax.ops.segment_sum adds with atomics, whose bits vary."""
+    T = len(segment)
+    size = min(T, SEGMENTS)
+
+    @jax.checkpoint
+    def block(first: Array) -> Array:
+        member = segment == (first + jnp.arange(size, dtype=segment.dtype))[:, None]
+        return jnp.matmul(member.astype(jnp.float32), values, precision=jax.lax.Precision.HIGHEST)
+
+    return jax.lax.map(block, jnp.arange(0, T, size, dtype=segment.dtype)).reshape(-1, values.shape[1])[:T]
