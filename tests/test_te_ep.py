@@ -248,7 +248,7 @@ def test_steps_without_an_outer_jit_are_programs_with_pinned_results(te):
     whole = jax.jit(te_ep.experts, static_argnums=0)(PROBLEM, case.params, case.x, case.routing)
     np.testing.assert_array_equal(te_ep.experts(PROBLEM, case.params, case.x, case.routing), whole)
     rows, _, _ = exchange.ep_dispatch(PROBLEM, case.x.reshape(4, PROBLEM.T // 4, -1), case.routing)
-    assert len({shard.index for shard in rows.addressable_shards}) == 4
+    assert len({str(shard.index) for shard in rows.addressable_shards}) == 4  # slices have no hash before 3.12
 
 
 @pytest.mark.world_size(4)
