@@ -252,6 +252,32 @@ def test_steps_without_an_outer_jit_are_programs_with_pinned_results(te):
 
 
 @pytest.mark.world_size(4)
+def test_a_layer_without_an_outer_jit_uses_a_routing_state_in_the_program_that_made_it(te, monkeypatch):
+    case, where = make_case(PROBLEM), []
+
+    def seen(name):
+        own = getattr(te_ep, name)
+
+        def step(problem, *args):
+            where.append((name, all(isinstance(a, jax.core.Tracer) for a in args[:1])))
+            return own(problem, *args)
+
+        monkeypatch.setattr(te_ep, name, step)
+
+    for name in ("prepare", "dispatch", "combine", "combine_gradient", "dispatch_gradient"):
+        seen(name)
+
+    def loss(x):
+        return te_ep.experts(PROBLEM, case.params, x, case.routing).astype(jnp.float32).sum()
+
+    te_ep.experts(PROBLEM, case.params, case.x, case.routing)
+    eager = jax.grad(loss)(case.x)
+    assert {name for name, _ in where} == {"prepare", "dispatch", "combine", "combine_gradient", "dispatch_gradient"}
+    assert all(traced for _, traced in where), where
+    np.testing.assert_array_equal(eager, jax.jit(jax.grad(loss))(case.x))
+
+
+@pytest.mark.world_size(4)
 @pytest.mark.parametrize("law", LAWS, ids=lambda one: one.name)
 def test_te_exchange_obeys_the_laws(te, law):
     stages = {"ep_dispatch": exchange.ep_dispatch, "ep_combine": exchange.ep_combine}

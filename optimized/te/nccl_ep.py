@@ -7,7 +7,8 @@ only in the program that made it (`again`).
 from __future__ import annotations
 
 import weakref
-from functools import partial
+from collections.abc import Callable
+from functools import partial, wraps
 from typing import Any
 
 import jax
@@ -22,6 +23,21 @@ from .group import ALIGN, current
 
 # Without an outer `jit` each step is a program of its own, pins included; inside one it leaves no trace.
 one_program = partial(jax.jit, static_argnums=0, inline=True)
+
+
+def whole(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function(problem, ...)` as one program: under an outer `jit` as it is, on arrays by a `jit` of its own.
+
+    A routing state lives in the program that made it: a forward of several programs ends the process.
+    """
+    compiled = jax.jit(function, static_argnums=0)
+
+    @wraps(function)
+    def run(problem: Problem, *args: Any) -> Any:
+        traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(args))
+        return (function if traced else compiled)(problem, *args)
+
+    return run
 
 
 @one_program

@@ -38,6 +38,7 @@ from .nccl_ep import (
     on_ranks,
     prepare,
     split,
+    whole,
 )
 from .routing import route
 from .support import facts, selection, several
@@ -80,6 +81,7 @@ def _experts(problem: Problem, kernels: tuple, x: Array, weights: Array, topk_id
     return _forward(problem, kernels, x, weights, topk_idx)[0]
 
 
+@whole
 def _forward(problem: Problem, kernels: tuple, x: Array, weights: Array, topk_idx: Array) -> tuple[Any, Any]:
     wi, wo, wi_bias, wo_bias = kernels
     padded, received, handle = prepare(problem, topk_idx)
@@ -95,6 +97,7 @@ def _forward(problem: Problem, kernels: tuple, x: Array, weights: Array, topk_id
     return (y, received), saved
 
 
+@whole
 def _backward(problem: Problem, saved: Any, cotangents: tuple) -> tuple:
     kernels, weights, topk_idx, handle, made, padded, rows, row_weights, pre = saved
     wi, wo, wi_bias, wo_bias = kernels
