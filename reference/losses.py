@@ -9,6 +9,9 @@ from jaxtyping import Array, Bool, Float, Int
 from ..parity.problem import Losses, Problem
 from .routing import SCORES
 
+SEGMENTS = 128
+"""Segments summed in one product: its operand of 0 and 1 has so many rows of T."""
+
 
 def losses(
     problem: Problem,
@@ -35,8 +38,8 @@ def losses(
 
     def balance(segment: Array, segments: int) -> Array:
         counts = jnp.zeros((segments, problem.E), jnp.float32).at[segment[:, None], chosen].add(1.0, mode="drop")
-        probs = jax.ops.segment_sum(prob, segment, segments)
-        n = jax.ops.segment_sum(real.astype(jnp.float32), segment, segments)
+        probs = _segment_sum(prob, segment, segments)
+        n = _segment_sum(real.astype(jnp.float32)[:, None], segment, segments)[:, 0]
         each = problem.E / problem.K * jnp.sum(counts * probs, axis=1) / jnp.square(jnp.maximum(n, 1.0))
         return each.sum() / jnp.maximum(jnp.sum(n > 0, dtype=jnp.float32), 1.0)
 
@@ -53,6 +56,24 @@ def probabilities(problem: Problem, logits: Float[Array, "T E"]) -> Float[Array,
     """Turns logits into P_te over all experts: softmax, or sigmoid and sqrtsoftplus scores divided by their sum."""
     score = SCORES[problem.router.score](logits)
     return score if problem.router.score == "softmax" else score / score.sum(axis=1, keepdims=True)
+
+
+def _segment_sum(values: Float[Array, "T N"], segment: Int[Array, " T"], segments: int) -> Float[Array, "segments N"]:
+    """values[t] added up at segment[t], one product with 0 and 1 for each SEGMENTS segments.
+
+    jax.ops.segment_sum adds with atomics on a GPU: the loss, and what a rank makes of it, has other bits each time.
+    """
+    size, N = min(segments, SEGMENTS), values.shape[1]
+
+    @jax.checkpoint
+    def block(first: Array) -> Array:
+        member = segment == (first + jnp.arange(size, dtype=segment.dtype))[:, None]
+        return jnp.matmul(member.astype(jnp.float32), values, precision=jax.lax.Precision.HIGHEST)
+
+    if segments <= SEGMENTS:
+        return block(jnp.zeros((), segment.dtype))
+    first = jnp.arange(0, segments, size, dtype=segment.dtype)
+    return jax.lax.map(block, first).reshape(len(first) * size, N)[:segments]
 
 
 def _number(segment_ids: Int[Array, " T"]) -> Int[Array, " T"]:

@@ -50,6 +50,17 @@ def test_uniform_probabilities_give_one_for_any_routing():
         assert got.balance.tolist() == 1.0 and got.sequence.tolist() == 1.0
 
 
+def test_more_segments_than_one_product_sums():
+    """Segments of two tokens on one expert, and one that is balanced; the last lies in a second product."""
+    last = 4 * [[0]] + [[0], [1], [2], [3]]
+    idx, logits = certain(np.ravel([[0, 0]] * reference.SEGMENTS + last))
+    ids = np.repeat(np.arange(reference.SEGMENTS + 4), 2)
+    ids[-4:] = reference.SEGMENTS + 2
+    segments = reference.SEGMENTS + 3
+    got = measured(idx, logits, segment_ids=ids).sequence
+    assert close(got, (E * (segments - 1) + 1) / segments).ok
+
+
 @pytest.mark.parametrize("k", [1, 2])
 def test_collapse_onto_k_experts_gives_experts_over_k(k):
     logits = np.where(np.arange(E) < k, CERTAIN, 0)[None].repeat(8, 0)
