@@ -51,14 +51,12 @@ def test_uniform_probabilities_give_one_for_any_routing():
 
 
 def test_more_segments_than_one_product_sums():
-    """Segments of two tokens on one expert, and one that is balanced; the last lies in a second product."""
-    last = 4 * [[0]] + [[0], [1], [2], [3]]
-    idx, logits = certain(np.ravel([[0, 0]] * reference.SEGMENTS + last))
-    ids = np.repeat(np.arange(reference.SEGMENTS + 4), 2)
-    ids[-4:] = reference.SEGMENTS + 2
-    segments = reference.SEGMENTS + 3
+    """Segments of two tokens on one expert, and one that is balanced; the last of them lie in a second product."""
+    pairs = reference.SEGMENTS + 2
+    idx, logits = certain([0, 0] * pairs + [0, 1, 2, 3])
+    ids = [*np.repeat(np.arange(pairs), 2), *[pairs] * 4]
     got = measured(idx, logits, segment_ids=ids).sequence
-    assert close(got, (E * (segments - 1) + 1) / segments).ok
+    assert close(got, (E * pairs + 1) / (pairs + 1)).ok
 
 
 @pytest.mark.parametrize("k", [1, 2])
