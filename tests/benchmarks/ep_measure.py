@@ -25,7 +25,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 ROUNDS = 12
 SLOW, SLOW_ROUNDS = 0.1, 3
-"""Seconds from which a call is slow, and its repetitions."""
+"""Seconds from which a call is slow, and its repetitions: in wall time, where its launches are nothing, and one of them profiled."""
 DEPTH = 4
 """Calls in a queue; the pace is that of a second queue behind the first."""
 PROFILED = 4
@@ -96,8 +96,9 @@ def timed(
         assert call.last is not None
         outputs, call.last = call.last[1], None
         if jax.default_backend() == "gpu":
-            call.device_s, call.device_timer = pace(call, SLOW_ROUNDS if is_slow else ROUNDS), "queued calls"
-        times, busy = kernels(call.run, variants)
+            if not is_slow:
+                call.device_s, call.device_timer = pace(call, ROUNDS), "queued calls"
+        times, busy = kernels(call.run, variants, 1 if is_slow else PROFILED)
         found.append(Measured(call.record(useful_flops=flops, bytes_moved=moved), outputs, times, busy))
     return found
 
@@ -117,14 +118,14 @@ def pace(call: Call, rounds: int) -> list[float]:
 
 
 def kernels(
-    run: Callable[..., Any], variants: list[tuple[Any, ...]], most: int = 24
+    run: Callable[..., Any], variants: list[tuple[Any, ...]], calls: int, most: int = 24
 ) -> tuple[list[dict[str, float]], list[float]]:
-    """(each GPU's kernels, each GPU's busy time) of one call, from a profile; empty without a GPU."""
+    """(each GPU's kernels, each GPU's busy time) of one call, from a profile of `calls`; empty without a GPU."""
     if jax.default_backend() != "gpu":
         return [], []
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
-            for i in range(PROFILED):
+            for i in range(calls):
                 jax.block_until_ready(run(*variants[i % len(variants)]))
         file = sorted(glob.glob(f"{folder}/**/*.xplane.pb", recursive=True))[-1]
         planes = {plane.name: plane for plane in jax.profiler.ProfileData.from_file(file).planes}
@@ -137,8 +138,8 @@ def kernels(
                     for event in line.events:
                         total[event.name[:96]] += event.duration_ns
                         spans.append((event.start_ns, event.start_ns + event.duration_ns))
-            tables.append({name: ns / PROFILED / 1e3 for name, ns in total.most_common(most)})
-            busy.append(_union(spans) / PROFILED / 1e3)
+            tables.append({name: ns / calls / 1e3 for name, ns in total.most_common(most)})
+            busy.append(_union(spans) / calls / 1e3)
     return tables, busy
 
 

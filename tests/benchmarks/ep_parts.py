@@ -7,6 +7,7 @@ alone.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import functools
 import sys
 import traceback
@@ -44,6 +45,9 @@ SHARED_STATE = ("zero-weights", "repeatable", "dirty-memory", "layers-apart", "c
 
 VALUES = ("value", "gradient-x", "gradient-topk_weights", "gradient-wi", "gradient-wo", "idle-gradients", "nowhere")
 """The other laws of xla_ep here: its local experts are `blocked`'s, which all laws judge on one device."""
+
+LAW_LIMIT = 100.0
+"""Seconds that a law may take; then its process says where it hangs, and ends."""
 
 Step = Iterator[None]
 
@@ -104,7 +108,7 @@ def laws(path: Path, name: str, chosen: argparse.Namespace) -> None:
     )
     found: list[dict[str, Any]] = record.extra.setdefault("laws", [])
     if under_way := record.extra.pop("under way", None):
-        found.append({"implementation": name, "law": under_way, "status": "ended its process", "reason": ""})
+        found.append({"implementation": name, "law": under_way, "status": "ended its process, or hung", "reason": ""})
     problem = _problem((16, 16, 8, 2) if chosen.tiny else (256, 128, 8, 2), 16, False)
     if not (able := registry.get(name).can_run(problem)):
         found.append({"implementation": name, "law": "", "status": "cannot run", "reason": able.reason})
@@ -124,12 +128,15 @@ def laws(path: Path, name: str, chosen: argparse.Namespace) -> None:
         record.extra["under way"] = law.name
         records.write(path, record)
         line: dict[str, Any] = {"implementation": name, "law": law.name}
+        faulthandler.dump_traceback_later(LAW_LIMIT, exit=True)
         try:
             verdict = run_law(law, implementation, [problem], Settings(max_examples=2, shrink=False))
             reason = verdict.reason or (verdict.finding.message if verdict.finding else "")
             line |= {"status": verdict.status, "percent": verdict.percent, "reason": reason, "seconds": verdict.seconds}
         except Exception as error:
             line |= {"status": "raised", "reason": f"{type(error).__name__}: {str(error)[:400]}"}
+        finally:
+            faulthandler.cancel_dump_traceback_later()
         found.append(line)
         del record.extra["under way"]
         if line["status"] != "agree":

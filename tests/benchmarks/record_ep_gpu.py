@@ -110,8 +110,9 @@ class Part:
                 return
             code = self.process.poll()
             laws = self.name.startswith("laws")
-            if laws and code is not None and code < 0 and self.starts < STARTS and time.monotonic() < end:
-                print(f"{self.name}: ended by {signal.Signals(-code).name}; the laws that are left go on", flush=True)
+            if laws and code and self.starts < STARTS and time.monotonic() < end:
+                by = signal.Signals(-code).name if code < 0 else f"itself with status {code}"
+                print(f"{self.name}: ended by {by}; the laws that are left go on", flush=True)
                 self.start()
                 continue
             print(f"{self.name}: ready after {time.monotonic() - self.began:.0f} s", flush=True)
