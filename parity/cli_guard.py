@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -9,14 +11,15 @@ import typer
 
 from . import options as o
 from .device import device_class
-from .guard import CONFIRMATIONS, Shift, confirmed, environment_changes, parity_changes, shifts
+from .guard import MEASUREMENTS, Shift, environment_changes, parity_changes, settled, shifts
 from .problem import InvalidInput, Problem
 from .records import CaseRecord, Record, new_record, read, write, write_text
 from .registry import BASELINE
+from .remeasure import Ask, measure_fresh
 from .terminal import out, progress, table
 
-CASE_BUDGET_S = 5.0
-"""Of timing, for one measurement of one case; a suspicion doubles or triples it, up to 20 s."""
+CASE_BUDGET_S = 6.5
+"""Of timing, for one measurement of one case; a suspicion triples it, and stays below 20 s."""
 
 
 def guard(
@@ -76,23 +79,31 @@ def run_guard(before: Record, record: Record) -> tuple[list[Shift], list[Shift],
     rows: list[Shift] = []
     changed: list[str] = []
     cases = [c for c in before.cases if c.pattern and any(r.timings for r in c.results)]
-    with progress(len(cases), "guard") as step:
+    with progress(len(cases), "guard") as step, tempfile.TemporaryDirectory(prefix="dropless-guard-") as folder:
         for case in cases:
             step(case.label)
-            fresh = _measure_again(case, before.seed, CASE_BUDGET_S)
-            record.cases.append(fresh)
-            changed += parity_changes(case, fresh)
-            found = shifts(case, fresh)
+            measured, found = guard_case(case, before.seed, Path(folder), lambda text: step(text, 0))
+            record.cases.append(measured[0])
+            changed += dict.fromkeys(line for fresh in measured for line in parity_changes(case, fresh))
             rows += found
-            suspects = [s for s in found if s.suspicious]
-            if not suspects:
-                continue
-            again: list[Shift] = []
-            for i in range(CONFIRMATIONS):
-                step(f"{case.label}: measuring {len(suspects)} suspicion{'s' if len(suspects) > 1 else ''} again", 0)
-                again += shifts(case, _measure_again(case, before.seed + 1 + i, CASE_BUDGET_S, suspects))
-            alarms += [s for s in suspects if confirmed(s, again)]
+            alarms += [s for s in found if s.alarm]
     return alarms, rows, changed
+
+
+def guard_case(
+    case: CaseRecord, seed: int, folder: Path, say: Callable[[str], None] = lambda text: None
+) -> tuple[list[CaseRecord], list[Shift]]:
+    """The case as measured, first whole, then its suspected calls alone; and its shifts by all that measured the call."""
+    fresh = measure_fresh(case, Ask(seed, CASE_BUDGET_S), folder)
+    found = shifts(case, fresh)
+    suspects = dict.fromkeys((s.implementation, s.what) for s in found if s.suspicious)
+    if not suspects:
+        return [fresh], found
+    measured = [fresh]
+    while len(measured) < MEASUREMENTS:
+        say(f"{case.label}: measuring {len(suspects)} suspicion{'s' if len(suspects) > 1 else ''} again")
+        measured.append(measure_fresh(case, Ask(seed, CASE_BUDGET_S, tuple(suspects)), folder))
+    return measured, settled(found, shifts(case, *measured))
 
 
 def summary(rows: list[Shift], alarms: list[Shift], changed: list[str], changes: list[str]) -> str:
@@ -110,37 +121,25 @@ def summary(rows: list[Shift], alarms: list[Shift], changed: list[str], changes:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for s in rows:
-        mark = "**alarm**" if s in alarms else "not confirmed" if s.suspicious else ""
+        mark = "**alarm**" if s.alarm else _mark(s)
         lines.append(
             f"| {s.case} | {s.implementation} | {s.what} | {s.clock} | {s.before:.3f} | {s.after:.3f} | {s.factor:.2f} | {s.bar:.2f} | {mark} |"
         )
-    lines += ["", "Before and now are times over loop_and_pad's, medians of interleaved rounds.", ""]
+    lines += [
+        "",
+        "Before and now are times over loop_and_pad's, middles of interleaved rounds; small calls are not judged.",
+        "",
+    ]
     lines += ["Environment: " + ("unchanged." if not changes else "")] + [f"* {line}" for line in changes]
     return "\n".join(lines) + "\n"
 
 
-def _measure_again(case: CaseRecord, seed: int, budget_s: float, only: list[Shift] | None = None) -> CaseRecord:
-    """The same problem and pattern, measured now; with `only`, just the suspected calls and the baseline's."""
-    from .inputs import make_case
-    from .measure import GUARD_ROUNDS, Options, run_case
-    from .workload import VARIANTS, same_params
-
-    problem = Problem.from_json(case.problem)
-    names = [r.implementation for r in case.results if r.timings]
-    # A layer is its stages and its experts, which are timed: to compile it again would double the guard's time.
-    timed = dict.fromkeys(t.what for r in case.results for t in r.timings)
-    whats = tuple(w for w in timed if not w.startswith("layer")) or tuple(timed)
-    if only is not None:
-        names = [BASELINE, *dict.fromkeys(s.implementation for s in only)]
-        whats = tuple(dict.fromkeys(s.what for s in only))
-    made = [make_case(problem, seed=seed + v, pattern=case.pattern, exponent=case.exponent) for v in range(VARIANTS)]
-    fresh = run_case(
-        same_params(made),
-        o.implementations(names),
-        Options(whats=whats, layer=False, budget_s=budget_s, most=GUARD_ROUNDS),
-    )
-    fresh.label, fresh.pattern, fresh.exponent, fresh.source = case.label, case.pattern, case.exponent, case.source
-    return fresh
+def _mark(s: Shift) -> str:
+    if s.alarm:
+        return "alarm"
+    if not s.judged:
+        return "small"
+    return "not confirmed" if s.measurements > 1 else ""
 
 
 def _print(rows: list[Shift], alarms: list[Shift], changed: list[str], changes: list[str]) -> None:
@@ -149,7 +148,7 @@ def _print(rows: list[Shift], alarms: list[Shift], changed: list[str], changes: 
         "case", "implementation", "call", "clock", *numbers, "", title="Times over loop_and_pad's", numbers=numbers
     )
     for s in rows:
-        mark = "[bold red]alarm[/]" if s in alarms else "[yellow]not confirmed[/]" if s.suspicious else ""
+        style = "bold red" if s.alarm else "yellow" if s.measurements > 1 else "dim"
         t.add_row(
             s.case,
             s.implementation,
@@ -159,7 +158,7 @@ def _print(rows: list[Shift], alarms: list[Shift], changed: list[str], changes: 
             f"{s.after:.3f}",
             f"{s.factor:.2f}",
             f"{s.bar:.2f}",
-            mark,
+            f"[{style}]{_mark(s)}[/]",
         )
     out().print(t)
     for line in changed:
@@ -177,5 +176,8 @@ def _shift_json(s: Shift) -> dict[str, object]:
         "before": s.before,
         "after": s.after,
         "noise": s.noise,
+        "allowance": s.allowance,
+        "share": s.share,
+        "measurements": s.measurements,
         "bar": s.bar,
     }

@@ -1,9 +1,9 @@
 """Is it slower than it was? A judgement on ratios, made so that a slow moment raises no alarm.
 
-Every call is timed in rounds next to the same call of `loop_and_pad`; what is compared between two runs is the median over
-rounds of log(time / loop_and_pad's time in that round). Two runs differ by more than their rounds tell (memory
-placement, clocks, neighbours), so one large shift is only a suspicion: the case is timed again, and it is
-an alarm when every repetition shows it. Bars: see `bar`.
+Every call is timed in rounds next to the same call of `loop_and_pad`; what is compared between two runs is the middle over
+rounds of log(time / loop_and_pad's time in that round). Two processes differ by more than their rounds tell (where memory
+and code lie, what else runs), so one large shift is only a suspicion: the case is timed again in new processes, and
+the mean of all measurements is held against a bar. Which calls count: see `LEAST_SHARE`. Bars: see `Shift.bar`.
 """
 
 from __future__ import annotations
@@ -21,25 +21,28 @@ from .registry import BASELINE
 LEAST_SHIFT = math.log(1.10)
 """Shifts below 10 % are never alarms."""
 
+SUSPICIOUS = 0.5
+"""Part of its bar that the first measurement must exceed for a call to be measured again."""
+
 NOISE_FACTOR = 3.0
-"""A shift must also exceed this many standard errors of both runs' medians."""
+"""A shift must also exceed this many standard errors: 1 % of false alarms, shared out over eight ratios."""
+
+RUN_NOISE = {"time": 0.06, "cpu": 0.03}
+"""Standard deviation of one process's log ratio that no spread inside the process tells of, by clock."""
+
+LEAST_SHARE = 0.15
+"""A call is judged when it takes at least this part of its implementation's `experts forward`, now or in the baseline."""
+
+MEASUREMENTS = 3
+"""Of a suspected call, each in a process of its own, before it can be an alarm."""
 
 TICK = 1e-7
 """Seconds below which a clock says nothing."""
 
-BLOCKS = 5
-"""Stretches of a run whose medians are compared with each other."""
-
-RUN_NOISE = 0.05
-"""Log shift between two runs of the same program that no spread inside a run tells of: memory placement, what else runs."""
-
-CONFIRMATIONS = 2
-"""Further measurements that must agree before a suspicion is an alarm."""
-
 
 @dataclass(frozen=True)
 class Shift:
-    """How one call's ratio moved between two runs."""
+    """How one call's ratio moved between the baseline and the measurements made now."""
 
     case: str
     implementation: str
@@ -49,8 +52,15 @@ class Shift:
     before: float
     """Ratio to loop_and_pad in the baseline: below 1 is faster than loop_and_pad."""
     after: float
+    """The same now: the mean over the measurements' logarithms."""
     noise: float
-    """Standard error of log(after / before)."""
+    """Standard error of log(after / before), between processes included."""
+    allowance: float = 0.0
+    """Log shift that another load of the machine explains: by how much loop_and_pad waited more or less for processors."""
+    share: float = 1.0
+    """Part of the implementation's `experts forward` that the call takes, now or in the baseline, whichever is more."""
+    measurements: int = 1
+    """Made now."""
 
     @property
     def log(self) -> float:
@@ -64,79 +74,150 @@ class Shift:
 
     @property
     def bar(self) -> float:
-        """Factor above which the shift is suspicious."""
-        return math.exp(bar(self.noise))
+        """Factor above which it is an alarm: 10 %, or NOISE_FACTOR errors when that is more, on top of the allowance."""
+        return math.exp(max(LEAST_SHIFT, NOISE_FACTOR * self.noise) + self.allowance)
+
+    @property
+    def judged(self) -> bool:
+        """Whether the call takes enough of the layer to matter."""
+        return self.share >= LEAST_SHARE
 
     @property
     def suspicious(self) -> bool:
-        """Whether it is above the bar."""
-        return self.log > bar(self.noise)
+        """Whether it is worth measuring again."""
+        return self.judged and self.log > SUSPICIOUS * math.log(self.bar)
 
-
-def bar(noise: float) -> float:
-    """Smallest suspicious log shift: 10 %, or three standard errors, those between runs included, when that is more."""
-    return max(LEAST_SHIFT, NOISE_FACTOR * math.hypot(noise, RUN_NOISE))
+    @property
+    def alarm(self) -> bool:
+        """Whether it is slower than it was, by every measurement taken together."""
+        return self.judged and self.measurements >= MEASUREMENTS and self.factor > self.bar
 
 
 CLOCKS = ("time", "cpu")
 """Both are judged: processor time is steady beside other programs, and only wall time sees work that no longer runs in parallel."""
 
 
+@dataclass(frozen=True)
+class Ratio:
+    """What one process measured of one call by one clock."""
+
+    log: float
+    """`middle` over rounds of log(time / loop_and_pad's time)."""
+    error: float
+    """Standard error of that, as far as the rounds tell."""
+    waited: float
+    """Wall time: log(wall / processor time) of loop_and_pad's call, which tells the load of the machine. Else 0."""
+    share: float
+    """Part of the implementation's `experts forward` that the call takes; 1 where one of the two was not timed."""
+
+
+Key = tuple[str, str, str]
+"""Implementation, call, clock."""
+
+
+def ratios(case: CaseRecord) -> dict[Key, Ratio]:
+    """The ratio of every call that was timed beside loop_and_pad's, by each clock that timed it."""
+    found = {}
+    for result in case.results:
+        for timing in result.timings if result.implementation != BASELINE else ():
+            for clock in CLOCKS:
+                rounds = log_ratios(case, result.implementation, timing.what, clock)
+                if rounds.size:
+                    found[result.implementation, timing.what, clock] = Ratio(
+                        log=middle(rounds),
+                        error=middle_error(rounds),
+                        waited=waited(case, timing.what) if clock == "time" else 0.0,
+                        share=share(case, result.implementation, timing.what, clock),
+                    )
+    return found
+
+
 def log_ratios(case: CaseRecord, implementation: str, what: str, clock: str = "time") -> np.ndarray:
     """log(time / loop_and_pad's time) of each round; empty when either was not timed by that clock."""
-    own, base = case.result(implementation), case.result(BASELINE)
-    a = own.timing(what) if own else None
-    b = base.timing(what) if base else None
-    if a is None or b is None:
-        return np.zeros(0)
-    x, y = (a.samples, b.samples) if clock == "time" else (a.cpu_s, b.cpu_s)
+    x, y = (_samples(case, name, what, clock) for name in (implementation, BASELINE))
     n = min(len(x), len(y))
     return np.log(np.maximum(x[:n], TICK)) - np.log(np.maximum(y[:n], TICK))
 
 
-def shifts(before: CaseRecord, after: CaseRecord) -> list[Shift]:
-    """Every call of every implementation that both cases timed, by every clock, but the baseline's own."""
+def share(case: CaseRecord, implementation: str, what: str, clock: str = "time") -> float:
+    """The call's median time over that of the implementation's `experts forward`; 1 where one of the two was not timed."""
+    part, whole = (_samples(case, implementation, w, clock) for w in (what, "experts forward"))
+    if not part or not whole:
+        return 1.0
+    return float(np.median(part)) / max(float(np.median(whole)), TICK)
+
+
+def shifts(before: CaseRecord, *after: CaseRecord) -> list[Shift]:
+    """Every call that the baseline and each of the measurements `after` timed, but loop_and_pad's own, by every clock."""
+    return compare(before.label, ratios(before), *map(ratios, after))
+
+
+def compare(case: str, before: dict[Key, Ratio], *after: dict[Key, Ratio]) -> list[Shift]:
+    """`shifts`, of ratios. The call's share is the first measurement's, which has `experts forward` beside it."""
     found = []
-    timed = [(r.implementation, t.what) for r in after.results for t in r.timings if r.implementation != BASELINE]
-    for implementation, what in timed:
-        for clock in CLOCKS:
-            old, new = (log_ratios(c, implementation, what, clock) for c in (before, after))
-            if old.size and new.size:
-                found.append(
-                    Shift(
-                        case=before.label,
-                        implementation=implementation,
-                        what=what,
-                        clock=clock,
-                        before=float(np.exp(np.median(old))),
-                        after=float(np.exp(np.median(new))),
-                        noise=math.hypot(median_error(old), median_error(new)),
-                    )
+    for key in before:
+        old, new = before[key], [a[key] for a in after if key in a]
+        if len(new) == len(after):
+            between = RUN_NOISE[key[2]]
+            now = math.sqrt(sum(n.error**2 + between**2 for n in new)) / len(new)
+            found.append(
+                Shift(
+                    case,
+                    *key,
+                    before=math.exp(old.log),
+                    after=math.exp(sum(n.log for n in new) / len(new)),
+                    noise=math.hypot(old.error, between, now),
+                    allowance=abs(sum(n.waited for n in new) / len(new) - old.waited),
+                    share=max(old.share, new[0].share),
+                    measurements=len(new),
                 )
+            )
     return found
 
 
-def median_error(samples: np.ndarray) -> float:
-    """Standard error of the median: the larger of what independent rounds would give and what stretches of the run show.
+def settled(first: Sequence[Shift], together: Sequence[Shift]) -> list[Shift]:
+    """The first measurement's shifts, the suspicious ones replaced by what all measurements together say."""
+    by_key = {(s.implementation, s.what, s.clock): s for s in together}
+    return [by_key.get((s.implementation, s.what, s.clock), s) if s.suspicious else s for s in first]
 
-    Independent: 1.2533 * 1.4826 * MAD / sqrt(n). Stretches: the run is cut into BLOCKS in the order of time, and the
-    spread of their medians divided by sqrt(BLOCKS); a slow stretch makes neighbouring rounds alike, and this sees it.
+
+def waited(case: CaseRecord, what: str) -> float:
+    """log(wall / processor time) of loop_and_pad's call; 0 on a GPU, whose time no other program takes.
+
+    A call that uses two processors has -0.7 on an idle machine and 0.7 where it gets a quarter of them. Wall times of two
+    implementations then no longer have the ratio that they had, since they do not use equally many processors.
     """
-    if samples.size < 2:
+    result = case.result(BASELINE)
+    timing = result.timing(what) if result else None
+    if timing is None or timing.device_s or not timing.cpu_s:
         return 0.0
-    spread = float(np.median(np.abs(samples - np.median(samples)))) * 1.4826
-    independent = 1.2533 * spread / math.sqrt(samples.size)
-    if samples.size < 2 * BLOCKS:
-        return independent
-    medians = [float(np.median(block)) for block in np.array_split(samples, BLOCKS)]
-    return max(independent, float(np.std(medians, ddof=1)) / math.sqrt(BLOCKS))
+    wall, cpu = np.median(timing.wall_s), np.median(timing.cpu_s)
+    return math.log(max(float(wall), TICK) / max(float(cpu), TICK))
 
 
-def confirmed(first: Shift, again: Sequence[Shift]) -> bool:
-    """Whether a suspicion is an alarm: suspicious, and in each further measurement too."""
-    key = (first.implementation, first.what, first.clock)
-    same = [s for s in again if (s.implementation, s.what, s.clock) == key]
-    return first.suspicious and len(same) >= CONFIRMATIONS and all(s.suspicious for s in same)
+def middle(samples: np.ndarray) -> float:
+    """Hodges and Lehmann's estimate, the median of all pairs' means: steadier than a median, and deaf to a few slow rounds."""
+    i, j = np.triu_indices(samples.size)
+    return float(np.median((samples[i] + samples[j]) / 2))
+
+
+def middle_error(samples: np.ndarray) -> float:
+    """Its standard error: the samples' standard deviation over the root of their number; 0 for a single one.
+
+    Few samples say little about their own spread, so it is widened as Student's distribution is: 1.4 x for five, 1.04 x for thirty.
+    """
+    n = samples.size
+    if n < 2:
+        return 0.0
+    return float(np.std(samples, ddof=1)) * math.sqrt((n - 1) / (max(n - 3, 1) * n))
+
+
+def _samples(case: CaseRecord, implementation: str, what: str, clock: str) -> list[float]:
+    result = case.result(implementation)
+    timing = result.timing(what) if result else None
+    if timing is None:
+        return []
+    return timing.samples if clock == "time" else timing.cpu_s
 
 
 def parity_changes(before: CaseRecord, after: CaseRecord) -> list[str]:

@@ -1,20 +1,23 @@
-"""How often the guard cries wolf, and how often it catches a slower stage: real runs, then every pairing of them.
+"""How often the guard cries wolf, and how often it catches a slower stage: real processes, then many pairings of them.
 
-    python tests/benchmarks/guard_trials.py collect RAW.json [RUNS]     adds runs in a fresh process (repeat for more processes)
-    python tests/benchmarks/guard_trials.py judge RAW.json RECORD.json  plays the guard on them and writes the rates
+    python tests/benchmarks/guard_trials.py collect FOLDER RUNS [STREAMS]   adds runs, STREAMS (2) at a time
+    python tests/benchmarks/guard_trials.py judge FOLDER RECORD.json        plays the guard on them and writes the rates
 
-A run times what `dropless guard` times of one case, with its budget a call, and beside it `blocked` with one stage made slower
-by about a quarter: each process first measures what several amounts of extra work cost, and takes the one nearest to 1.25.
-`judge` then takes every run as a baseline, and every other one as the fresh measurement with the two after it as its
-confirmations: for n runs that is n (n - 3) guards, of which at least n / 4 share no measurement.
+A run is what one process of `dropless guard` does with one case: it times the guard's calls with the guard's budget a call, and
+beside them `blocked` with one stage made slower. How much extra work costs nearest to a quarter of the stage is measured
+once, before the first run. `judge` then takes every run as a baseline, and every other one as the guard's first
+measurement with the two after it as the others: for n runs that is n (n - 3) guards, of which n / 4 share no measurement.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
+import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +25,7 @@ from dropless.parity import complete, get, guard, records
 from dropless.parity.cli_guard import CASE_BUDGET_S
 from dropless.parity.inputs import Case
 from dropless.parity.interface import Implementation
-from dropless.parity.measure import GUARD_ROUNDS, group_sizes
+from dropless.parity.remeasure import ROUNDS, keep_compiled
 from dropless.parity.stages import WHATS as EVERY
 from dropless.parity.stages import stage_call
 from dropless.parity.timing import measure
@@ -35,87 +38,115 @@ WHATS = tuple(w for w in EVERY if not w.startswith("layer"))
 """What the guard times."""
 INJECTED = {"grouped_gemm": ("grouped_gemm forward",), "experts": ("experts forward", "experts forward+backward")}
 """Stage to slow down -> its calls."""
-SHARES = (1 / 16, 1 / 8, 3 / 16, 1 / 4)
+SHARES = (1 / 16, 3 / 32, 1 / 8, 3 / 16)
 GOAL = 1.25
+BASELINE_BUDGET_S = 2 * CASE_BUDGET_S
+"""What `bench` spends on the guard's calls is 13 s and more of its 20: the rest goes to whole layers."""
+LEAST = 5
+"""Rounds that `measure` makes however slow a call is."""
 PRESET = "mixtral-8x7b"
 NAMES = ("loop_and_pad", "blocked", "ragged_dot")
 
+Samples = dict[str, dict[str, dict[str, list[float]]]]
+"""Call -> implementation, or stage of `blocked` that is slower -> clock -> seconds."""
 
-def collect(path: Path, runs: int) -> None:
-    """Appends `runs` measurements to the raw file."""
-    workload = build(Request(preset=PRESET))
+
+def collect(folder: Path, runs: int, streams: int) -> None:
+    """Adds `runs` runs to the folder, each in a process of its own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / "shares.json").exists():
+        _child("calibrate", folder / "shares.json")
+    done = len(_runs(folder))
+    with ThreadPoolExecutor(streams) as pool:
+        list(pool.map(lambda i: _child("run", folder / f"run-{i:03d}.json"), range(done, done + runs)))
+    print(f"{done + runs} runs")
+
+
+def _child(command: str, target: Path) -> None:
+    subprocess.run([sys.executable, __file__, command, str(target)], check=True)
+
+
+def _runs(folder: Path) -> list[Path]:
+    return sorted(folder.glob("run-*.json"))
+
+
+def run(target: Path) -> None:
+    """Times what the guard times, and the slower stages, in this process."""
+    keep_compiled(target.parent / "compiled")
+    shares = json.loads((target.parent / "shares.json").read_text())
+    cases = build(Request(preset=PRESET)).cases
     layers = {name: complete(get(name)) for name in NAMES}
     plan = [(w, name, layers[name]) for w in WHATS for name in NAMES]
     guarded = len(plan)
     for stage, whats in INJECTED.items():
-        slow = injected(layers["blocked"], stage, whats, workload.cases)
+        slow = slower(layers["blocked"], stage, shares[stage])
         plan += [(w, stage, slow) for w in whats]
-    calls = {(w, n): stage_call(i, w, workload.cases) for w, n, i in sorted(plan, key=lambda p: WHATS.index(p[0]))}
-    whole = json.loads(path.read_text()) if path.exists() else {"runs": []}
-    for _ in range(runs):
-        for call in calls.values():
-            call.wall_s, call.cpu_s = [], []
-        measure(list(calls.values()), budget_s=CASE_BUDGET_S * len(calls) / guarded, most=GUARD_ROUNDS)
-        times: dict[str, dict[str, dict[str, list[float]]]] = {w: {} for w in WHATS}
-        for (what, name), call in calls.items():
-            times[what][name] = {"wall": list(call.wall_s), "cpu": list(call.cpu_s)}
-        whole["runs"].append(times)
-        whole.setdefault("load", []).append(os.getloadavg()[0])
-        path.write_text(json.dumps(whole))
-    print(f"{len(whole['runs'])} runs, {group_sizes(workload.cases[0]).sum()} rows")
+    calls = {(w, n): stage_call(i, w, cases) for w, n, i in sorted(plan, key=lambda p: WHATS.index(p[0]))}
+    load = os.getloadavg()[0]
+    measure(list(calls.values()), budget_s=BASELINE_BUDGET_S * len(calls) / guarded, most=ROUNDS)
+    times: Samples = {w: {} for w in WHATS}
+    for (what, name), call in calls.items():
+        times[what][name] = {"wall": call.wall_s, "cpu": call.cpu_s}
+    target.write_text(json.dumps({"times": times, "load": load}))
 
 
-def injected(layer: Implementation, stage: str, whats: tuple[str, ...], cases: Sequence[Case]) -> Implementation:
-    """The layer with the share of extra work that comes nearest to GOAL in processor time, over the stage's calls."""
-    found = {}
-    for share in SHARES:
-        slow = slower(layer, stage, share)
-        factors = []
-        for what in whats:
-            pair = [stage_call(i, what, cases) for i in (layer, slow)]
-            measure(pair, rounds=15)
-            factors.append(np.median(np.divide(pair[1].cpu_s, pair[0].cpu_s)))
-        found[share] = float(np.exp(np.mean(np.log(factors))))
-    best = min(found, key=lambda share: abs(np.log(found[share] / GOAL)))
-    print(f"{stage}: " + ", ".join(f"{s:.3f} of the work again {f:.2f} x" for s, f in found.items()), flush=True)
-    return slower(layer, stage, best)
+def calibrate(target: Path) -> None:
+    """Writes, for each stage, the share of extra work that comes nearest to GOAL in processor time, over the stage's calls."""
+    cases = build(Request(preset=PRESET)).cases
+    layer = complete(get("blocked"))
+    target.write_text(json.dumps({stage: _nearest(layer, stage, whats, cases) for stage, whats in INJECTED.items()}))
 
 
-def as_case(times: dict[str, dict[str, dict[str, list[float]]]], injected: str = "") -> records.CaseRecord:
-    """A measured run as the guard sees it; with `injected`, that stage is the slower one."""
+def _nearest(layer: Implementation, stage: str, whats: Sequence[str], cases: Sequence[Case]) -> float:
+    logs: dict[float, list[float]] = {share: [] for share in SHARES}
+    for what in whats:
+        plain = stage_call(layer, what, cases)
+        slow = {share: stage_call(slower(layer, stage, share), what, cases) for share in SHARES}
+        measure([plain, *slow.values()], rounds=30)
+        for share, call in slow.items():
+            logs[share].append(guard.middle(np.log(call.cpu_s) - np.log(plain.cpu_s)))
+    factors = {share: math.exp(sum(found) / len(found)) for share, found in logs.items()}
+    print(f"{stage}: " + ", ".join(f"{s:.3f} of the work again {f:.2f} x" for s, f in factors.items()), flush=True)
+    return min(factors, key=lambda share: abs(math.log(factors[share] / GOAL)))
+
+
+def as_case(times: Samples, injected: str = "", part: float = 1.0) -> records.CaseRecord:
+    """A measured run as the guard sees it; with `injected`, that stage is the slower one.
+
+    `part`: of the rounds, the first, but never fewer than `measure` makes.
+    """
     case = records.CaseRecord(label=PRESET, problem={})
     for name in NAMES:
         result = records.ResultRecord(implementation=name, verdict="agree")
         for what, by_name in times.items():
             slow = name == "blocked" and what in INJECTED.get(injected, ())
             samples = by_name[injected if slow else name]
+            kept = max(math.ceil(part * len(samples["wall"])), LEAST)
             result.timings.append(
-                records.TimingRecord(what=what, compile_s=0.0, wall_s=samples["wall"], cpu_s=samples["cpu"])
+                records.TimingRecord(
+                    what=what, compile_s=0.0, wall_s=samples["wall"][:kept], cpu_s=samples["cpu"][:kept]
+                )
             )
         case.results.append(result)
     return case
 
 
-def play(runs: list, injected: str = "") -> tuple[int, int]:
+def play(runs: Sequence[Samples], injected: str = "") -> tuple[int, int]:
     """(guards, guards with an alarm) over all pairings; a slower stage must be named by one of its own calls."""
-    plain = [as_case(r) for r in runs]
-    fresh = [as_case(r, injected) for r in runs]
+    plain = [guard.ratios(as_case(r)) for r in runs]
+    fresh = [guard.ratios(as_case(r, injected, CASE_BUDGET_S / BASELINE_BUDGET_S)) for r in runs]
     played = alarmed = 0
-    shifts = {}
-
-    def shift(i: int, j: int) -> list[guard.Shift]:
-        if (i, j) not in shifts:
-            shifts[i, j] = guard.shifts(plain[i], fresh[j])
-        return shifts[i, j]
-
     n = len(runs)
     for i in range(n):
         for j in range(n):
-            again = [(j + 1 + k) % n for k in range(guard.CONFIRMATIONS)]
-            if i in (j, *again):
+            measured = [(j + k) % n for k in range(guard.MEASUREMENTS)]
+            if i in measured:
                 continue
-            later = [s for k in again for s in shift(i, k)]
-            alarms = [s for s in shift(i, j) if guard.confirmed(s, later)]
+            first = guard.compare(PRESET, plain[i], fresh[j])
+            alarms = []
+            if any(s.suspicious for s in first):
+                together = guard.compare(PRESET, plain[i], *(fresh[k] for k in measured))
+                alarms = [s for s in guard.settled(first, together) if s.alarm]
             if injected:
                 alarms = [s for s in alarms if s.what in INJECTED[injected] and s.implementation == "blocked"]
             played += 1
@@ -123,30 +154,40 @@ def play(runs: list, injected: str = "") -> tuple[int, int]:
     return played, alarmed
 
 
-def judge(raw: Path, target: Path) -> None:
+def judge(folder: Path, target: Path) -> None:
     """Writes the rates as a record."""
-    whole = json.loads(raw.read_text())
-    runs = whole["runs"]
+    whole = [json.loads(path.read_text()) for path in _runs(folder)]
+    runs = [r["times"] for r in whole]
     trials = []
     for what, injected in (("nothing changed", ""), *((f"{s} slower", s) for s in INJECTED)):
         played, alarmed = play(runs, injected)
         trials.append({"what": what, "runs": played, "count": alarmed})
     slow = {}
     for stage, whats in INJECTED.items():
-        ratios = [np.median(r[w][stage]["cpu"]) / np.median(r[w]["blocked"]["cpu"]) for r in runs for w in whats]
-        slow[stage] = float(np.median(ratios))
+        logs = [np.log(r[w][stage]["cpu"]) - np.log(r[w]["blocked"]["cpu"]) for r in runs for w in whats]
+        slow[stage] = math.exp(float(np.mean([guard.middle(rounds) for rounds in logs])))
     record = records.new_record("guard", command={"preset": PRESET, "runs": len(runs)})
     record.extra = {"trials": trials, "measured slowdown": slow, "real runs": len(runs)}
-    if whole.get("load"):
-        record.extra["load"] = float(np.median(whole["load"]))
+    record.extra["load"] = float(np.median([r["load"] for r in whole]))
     records.write(target, record)
     print(json.dumps(record.extra, indent=1))
 
 
-if __name__ == "__main__":
-    if len(sys.argv) < 3 or sys.argv[1] not in ("collect", "judge"):
+def main(arguments: Sequence[str]) -> None:
+    """One of the commands above, or `calibrate` and `run`, which `collect` starts."""
+    if len(arguments) < 2:
         sys.exit(__doc__)
-    if sys.argv[1] == "collect":
-        collect(Path(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 5)
+    command, first, *rest = arguments
+    path = Path(first)
+    if command == "collect" and rest:
+        collect(path, int(rest[0]), int(rest[1]) if len(rest) > 1 else 2)
+    elif command == "judge" and rest:
+        judge(path, Path(rest[0]))
+    elif command in ("run", "calibrate"):
+        {"run": run, "calibrate": calibrate}[command](path)
     else:
-        judge(Path(sys.argv[2]), Path(sys.argv[3]))
+        sys.exit(__doc__)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
