@@ -12,6 +12,9 @@ from dropless.reference.grouped_gemm import grouped_gemm as padded
 
 SIZES = jnp.asarray([33, 0, 130, 1, 31], jnp.int32)
 ROWS = 210
+# Compiled as users' programs are: code of plain LLVM, as the conftest asks for, casts to e2m1 by way of float16 and so rounds
+# twice. Later versions of JAX have no such code.
+AS_USED = {"xla_cpu_use_fusion_emitters": True} if jax.__version_info__ < (0, 11) else None
 
 
 def _operand(seed: int, *shape: int) -> jax.Array:
@@ -35,8 +38,8 @@ def test_both_sides_represent_operands_by_the_same_bits(recipe):
                 yield module.represent(recipe, rows, axis, role, SIZES)
             yield module.represent_kernels(recipe, kernels, axis + 1)
 
-    want = jax.jit(lambda: list(all_of(reference)))()
-    got = jax.jit(lambda: list(all_of(optimized)))()
+    want = jax.jit(lambda: list(all_of(reference)), compiler_options=AS_USED)()
+    got = jax.jit(lambda: list(all_of(optimized)), compiler_options=AS_USED)()
     for a, b in zip(want, got, strict=True):
         assert a.dtype == jnp.float32
         assert (np.asarray(a) == np.asarray(b)).all()

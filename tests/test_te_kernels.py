@@ -10,6 +10,19 @@ from dropless.optimized.te import hidden, kernels, rows
 from dropless.parity.compare import same_bits
 from dropless.parity.problem import Clamp, Experts
 
+# One program a call: op by op, each of a function's many small steps would be compiled alone.
+plan = jax.jit(rows.plan, static_argnames=("experts", "align"))
+spread = jax.jit(kernels.spread, static_argnames=("rows", "interpret"))
+plain_spread = jax.jit(rows.spread, static_argnames="rows")
+sum_rows = jax.jit(kernels.sum_rows, static_argnames="interpret")
+plain_sum_rows = jax.jit(rows.sum_rows)
+one_pass = jax.jit(kernels.hidden, static_argnames=("act", "parts", "interpret"))
+plain_pass = jax.jit(hidden.hidden, static_argnames="experts")
+one_pass_gradient = jax.jit(kernels.hidden_gradient, static_argnames=("act", "parts", "interpret"))
+plain_pass_gradient = jax.jit(hidden.hidden_gradient, static_argnames="experts")
+select = jax.jit(kernels.select, static_argnames=("K", "interpret"))
+place = jax.jit(rows.place, static_argnums=3)
+
 
 def _normal(seed, shape, dtype="bfloat16"):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
@@ -32,7 +45,7 @@ def _same(name, got, want):
 def test_rows_are_placed_by_expert_then_token(T, K, E, align):
     """The plan against a sort: counts, order inside an expert, aligned starts, and -1 for no expert."""
     ids = _slots(T, K, E)
-    found = rows.plan(ids, E, align=align)
+    found = plan(ids, E, align=align)
     flat = np.asarray(ids).reshape(-1)
     sizes = np.bincount(flat[flat >= 0], minlength=E)
     _same("group_sizes", found.group_sizes, sizes.astype(np.int32))
@@ -47,10 +60,10 @@ def test_rows_are_placed_by_expert_then_token(T, K, E, align):
 @pytest.mark.parametrize("D", [256, 40])
 def test_spreading_writes_each_token_to_its_rows(D):
     T, K, E = 19, 3, 5
-    at = rows.plan(_slots(T, K, E), E).row_of_slot
+    at = plan(_slots(T, K, E), E).row_of_slot
     x, w = _normal(0, (T, D)), _normal(1, (T, K), "float32")
-    got, w_got = kernels.spread(x, at, T * K, w, interpret=True)
-    want, w_want = rows.spread(x, at, T * K, w)
+    got, w_got = spread(x, at, T * K, w, interpret=True)
+    want, w_want = plain_spread(x, at, T * K, w)
     held = np.asarray(at)[np.asarray(at) >= 0]
     _same("rows", np.asarray(got)[held], np.asarray(want)[held])
     _same("weights", np.asarray(w_got)[held], np.asarray(w_want)[held])
@@ -61,14 +74,14 @@ def test_spreading_writes_each_token_to_its_rows(D):
 def test_summing_reads_no_row_that_holds_no_token(weighted, biased):
     """Rows without a token hold NaN and a weight without an expert is NaN: neither may show."""
     T, K, E, D = 19, 3, 5, 96
-    at = rows.plan(_slots(T, K, E), E).row_of_slot
+    at = plan(_slots(T, K, E), E).row_of_slot
     held = np.asarray(at)[np.asarray(at) >= 0]
     values = np.full((T * K, D), np.nan, np.float32)
     values[held] = np.random.default_rng(2).integers(-8, 8, (len(held), D))
     w = jnp.where(at >= 0, 2.0 ** (np.arange(K) - 1), jnp.nan).astype(jnp.float32) if weighted else None
     bias = jnp.asarray(np.random.default_rng(3).integers(-4, 4, (T, D)), jnp.float32) if biased else None
-    got = kernels.sum_rows(jnp.asarray(values, "bfloat16"), at, w, bias=bias, interpret=True)
-    want = rows.sum_rows(jnp.asarray(values, "bfloat16"), at, w, bias=bias)
+    got = sum_rows(jnp.asarray(values, "bfloat16"), at, w, bias=bias, interpret=True)
+    want = plain_sum_rows(jnp.asarray(values, "bfloat16"), at, w, bias=bias)
     assert np.isfinite(np.asarray(got, np.float32)).all()
     _same("y", got, want)
 
@@ -92,10 +105,10 @@ def test_one_pass_between_the_products_is_the_plain_one(experts, F):
     bias = _normal(3, (E, parts * F)) if experts.wi_bias else None
     expert = jnp.arange(P, dtype=jnp.int32) % E if experts.wi_bias else None
     act = partial(hidden.act, experts)
-    got = kernels.hidden(act, parts, pre, w, bias, expert, interpret=True)
-    _near(got, hidden.hidden(experts, pre, w, bias, expert))
-    got = kernels.hidden_gradient(act, parts, pre, d, w, bias, expert, interpret=True)
-    for one, other in zip(got, hidden.hidden_gradient(experts, pre, d, w, bias, expert), strict=True):
+    got = one_pass(act, parts, pre, w, bias, expert, interpret=True)
+    _near(got, plain_pass(experts, pre, w, bias, expert))
+    got = one_pass_gradient(act, parts, pre, d, w, bias, expert, interpret=True)
+    for one, other in zip(got, plain_pass_gradient(experts, pre, d, w, bias, expert), strict=True):
         _near(one, other)
 
 
@@ -107,10 +120,10 @@ def test_one_pass_takes_the_filled_rows_alone(filled):
     pre, d = (jnp.where(beyond, jnp.nan, _normal(i, (P, n * F))).astype("bfloat16") for i, n in ((0, 2), (1, 1)))
     w, count = jnp.ones(P), jnp.asarray(filled)
     act = partial(hidden.act, experts)
-    h = kernels.hidden(act, 2, pre, w, filled=count, interpret=True)
-    _near(h[:filled], hidden.hidden(experts, pre, w, filled=count)[:filled])
-    got = kernels.hidden_gradient(act, 2, pre, d, w, filled=count, interpret=True)
-    want = hidden.hidden_gradient(experts, pre, d, w, filled=count)
+    h = one_pass(act, 2, pre, w, filled=count, interpret=True)
+    _near(h[:filled], plain_pass(experts, pre, w, filled=count)[:filled])
+    got = one_pass_gradient(act, 2, pre, d, w, filled=count, interpret=True)
+    want = plain_pass_gradient(experts, pre, d, w, filled=count)
     for one, other in zip(got, want, strict=True):
         _near(one[:filled], other[:filled])
     for dot in (got[2], want[2]):
@@ -130,10 +143,10 @@ def _near(got, want):
 def test_selecting_is_a_top_k_with_the_lower_index_on_ties(T, E, K):
     z = np.random.default_rng(0).standard_normal((T, E)).astype(np.float32)
     z[1], z[2, : E // 2] = 0.0, 1.0
-    idx, rank, totals = kernels.select(jnp.asarray(z), K, interpret=True)
+    idx, rank, totals = select(jnp.asarray(z), K, interpret=True)
     _same("topk_idx", idx, jax.lax.top_k(jnp.asarray(z), K)[1].astype(jnp.int32))
-    placed = rows.place(idx, rank, totals, kernels.block_of(T, E))
-    planned = rows.plan(idx, E)
+    placed = place(idx, rank, totals, kernels.block_of(T, E))
+    planned = plan(idx, E)
     _same("group_sizes", placed.group_sizes, planned.group_sizes)
     _same("row_of_slot", placed.row_of_slot, planned.row_of_slot)
 

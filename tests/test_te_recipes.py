@@ -9,6 +9,7 @@ import dataclasses
 import enum
 import sys
 import types
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -136,8 +137,9 @@ def choose(ranked, topk, **_):
     return jnp.where(chosen, ranked, 0.0), chosen
 
 
-@pytest.fixture(autouse=True)
-def te(monkeypatch):
+@pytest.fixture(scope="module", autouse=True)
+def te():
+    """One stand-in for all tests of this file, so that they share its executables, and none of either afterwards."""
     quantize, tex, inner = (types.ModuleType(n) for n in ("quantize", "cpp_extensions", "quantization"))
     quantize.ScalingMode, quantize.QuantizeLayout, quantize.TensorUsage = Mode, Both, Usage
     quantize.ScaledTensorFactory = types.SimpleNamespace(create=create)
@@ -147,20 +149,21 @@ def te(monkeypatch):
     top, router = types.ModuleType("transformer_engine.jax"), types.ModuleType("router")
     router.fused_topk_with_score_function = choose
     top.quantize, top.cpp_extensions = quantize, tex
-    for name, module in (
-        ("", types.ModuleType("transformer_engine")),
-        (".jax", top),
-        (".jax.quantize", quantize),
-        (".jax.cpp_extensions", tex),
-        (".jax.cpp_extensions.quantization", inner),
-        (".jax.router", router),
-    ):
-        monkeypatch.setitem(sys.modules, f"transformer_engine{name}", module)
     caches = (fp8._te, mxfp8._te, recipes._te, grouped_gemm._te)
-    for cached in caches:
-        cached.cache_clear()
-    monkeypatch.setattr(grouped_gemm, "_device_side", lambda dtype: Support(True))
-    yield
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        for name, module in (
+            ("", types.ModuleType("transformer_engine")),
+            (".jax", top),
+            (".jax.quantize", quantize),
+            (".jax.cpp_extensions", tex),
+            (".jax.cpp_extensions.quantization", inner),
+            (".jax.router", router),
+        ):
+            monkeypatch.setitem(sys.modules, f"transformer_engine{name}", module)
+        for cached in caches:
+            cached.cache_clear()
+        monkeypatch.setattr(grouped_gemm, "_device_side", lambda dtype: Support(True))
+        yield
     for cached in caches:
         cached.cache_clear()
     running.forget_executables()
@@ -219,14 +222,16 @@ def test_a_layer_routes_and_quantises():
     case, te = make_case(problem), _on(HOPPER)
     mask = np.arange(24) % 4 != 0
     x = jnp.where(mask[:, None], case.x, jnp.nan)
-    out = te.stage("layer")(problem, case.params, x, mask=jnp.asarray(mask))
-    y = te.stage("experts")(problem, case.params, case.x, out.routing)
+
+    def total(params):
+        out = te.stage("layer")(problem, params, x, mask=jnp.asarray(mask))
+        return out.y.astype(jnp.float32).sum(), out
+
+    grads, out = jax.jit(jax.grad(total, has_aux=True))(case.params)
+    y = jax.jit(te.stage("experts"), static_argnums=0)(problem, case.params, case.x, out.routing)
     assert same_bits("y", np.asarray(out.y), np.asarray(y)).ok
     assert np.asarray(out.group_sizes).sum() == mask.sum() * problem.K
-    grad = jax.jit(
-        jax.grad(lambda p: te.stage("layer")(problem, p, x, mask=jnp.asarray(mask)).y.astype(jnp.float32).sum())
-    )
-    for name, leaf in grad(case.params).named().items():
+    for name, leaf in grads.named().items():
         assert np.isfinite(np.asarray(leaf, np.float32)).all(), name
 
 
@@ -239,8 +244,8 @@ def test_scales_are_the_references(element):
     x[70, 0] = 2.0
     x = jnp.asarray(x, jnp.bfloat16)
     sizes = jnp.full(6, 16, jnp.int32)
-    got = fp8.quantize_both(x, sizes, element=element)
-    values, scales = reference_fp8.quantize(x, 0, sizes, element=element)
+    got = jax.jit(partial(fp8.quantize_both, element=element))(x, sizes)
+    values, scales = jax.jit(partial(reference_fp8.quantize, element=element), static_argnums=1)(x, 0, sizes)
     for name, one, other in (("values", got.data, values), ("scales", got.scale, scales)):
         finding = same_bits(name, np.asarray(one), np.asarray(other))
         assert finding.ok, finding.message
