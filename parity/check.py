@@ -16,7 +16,7 @@ from .laws import laws_named
 from .problem import InvalidInput
 from .profiles import profile as profile_named
 from .spec import parse_case
-from .suite import BAD, Verdict
+from .suite import BAD, Verdict, is_settled, merge_verdicts
 from .worker import Ready, Worker
 
 
@@ -152,10 +152,7 @@ def _here(job: Job, implementation: Implementation, names: Sequence[str], progre
     bench: Bench = load(job, implementation)
     if bench.undecided():
         bench.decide(bench.probe())
-    verdicts = []
-    for i, name in enumerate(names):
-        progress(name, i, len(names))
-        verdicts.append(bench.run(name))
+    verdicts = _shape_by_shape(names, bench.parts, lambda name, part: bench.run(name, part=part), progress)
     return (
         verdicts,
         bench.notes,
@@ -171,10 +168,21 @@ def _apart(job: Job, timeout_s: float, names: Sequence[str], progress: Any) -> t
         notes = list(ready.notes)
         if ready.undecided:
             notes = worker.probe()
-        verdicts = []
-        for i, name in enumerate(names):
-            progress(name, i, len(names))
-            verdicts.append(worker.judge(name))
-        return verdicts, notes, ready.stages
+        return _shape_by_shape(names, worker.parts, worker.judge, progress), notes, ready.stages
     finally:
         worker.close()
+
+
+def _shape_by_shape(
+    names: Sequence[str], parts: int, judge: Callable[[str, int], Verdict], progress: Callable[[str, int, int], None]
+) -> list[Verdict]:
+    """All laws on the first shape, then on the next: they share its executables. A law that has failed is done."""
+    verdicts: dict[str, Verdict] = {}
+    for part in range(parts):
+        for i, law in enumerate(laws_named(names)):
+            if law.name in verdicts and is_settled(law, verdicts[law.name]):
+                continue
+            progress(law.name, part * len(names) + i, parts * len(names))
+            found = [judge(law.name, part)]
+            verdicts[law.name] = merge_verdicts([verdicts[law.name], *found] if law.name in verdicts else found)
+    return [verdicts[name] for name in names]

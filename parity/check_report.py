@@ -64,7 +64,9 @@ def show_matrix(matrix: Matrix) -> None:
         )
     out().print(t)
     _plain("laws, from the left: " + ", ".join(f"{i + 1} {law}" for i, law in enumerate(laws)))
-    _plain("X killed, ! raised, . passed, blank: not a law of the stage that the mutant changes")
+    _plain(
+        "X killed, ! raised, . passed, blank: not run, as a law of another stage or shape, or with programs of its own"
+    )
     for r in matrix.rows:
         if not r.killed:
             _plain(f"{r.mutant} survives {r.law}: {r.said or 'it passed'}")

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import jax
@@ -15,18 +15,20 @@ import numpy as np
 
 from . import law_tools, registry, running
 from .arrays import speaking
+from .covering import covering_problems
 from .inputs import make_case
 from .interface import Implementation, Unsupported
 from .judge import experts_findings
-from .law import FEATURES
+from .law import FEATURES, Law
 from .law_tools import with_routing
 from .laws import laws_named
 from .problem import DTYPES, InvalidInput, Problem
-from .profiles import LARGE, ONCE, check_words, is_bare, plain_problems, profile
+from .profiles import LARGE, ONCE, check_words, covering_share, is_bare, plain_problems, profile
 from .spec import CaseSpec, parse_case
-from .suite import Settings, Verdict, run_case, run_law
+from .suite import Settings, Verdict, forget_shape, run_case, run_law
 
 VIRTUAL_DEVICES = 8
+SHAPE_OF_OTHERS = "meets other shapes of the covering array"
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ class Bench:
     shapes: tuple[Problem, ...]
     settings: Settings
     notes: list[str] = field(default_factory=list)
+    _part: int = 0
 
     def undecided(self) -> bool:
         """Whether this is a bare function of which nobody has said what it handles."""
@@ -103,16 +106,62 @@ class Bench:
             self.settings = dataclasses.replace(self.settings, features=(*self.settings.features, "no-expert"))
         self.notes = noted(self.shapes, self.job)
 
-    def run(self, name: str, announce: Callable[[CaseSpec], None] = lambda spec: None) -> Verdict:
-        """The verdict of one law."""
+    @property
+    def parts(self) -> int:
+        """In how many parts a law can be judged: one a shape."""
+        return 1 if self.job.case else max(len(self.shapes), 1)
+
+    def run(
+        self, name: str, announce: Callable[[CaseSpec], None] = lambda spec: None, part: int | None = None
+    ) -> Verdict:
+        """The verdict of one law: on all shapes, or on those of one part.
+
+        Shape by shape all laws find its executables, its cases and the oracle's answers made, and the next shape's part
+        begins by dropping them: kernels of 257 experts for 40 shapes would not fit a machine. `merge_verdicts` of the
+        parts says what the whole says.
+        """
         law = laws_named([name])[0]
         if self.job.case:
             spec = parse_case(self.job.case)
             announce(spec)
-            return run_case(law, self.implementation, spec, self.settings.features)
+            with compiling_for((spec.problem,)):
+                return run_case(law, self.implementation, spec, self.settings.features)
+        if part is not None and part != self._part:
+            forget_shape()
+            self._part = part
         many = tuple(LARGE.replace(dtype=p.dtype) for p in self.shapes[:1])
         large = many if law.large else profile(self.job.profile).once() if law.name in ONCE else ()
-        return run_law(law, self.implementation, self.shapes, self.settings, announce, large=large)
+        if part:
+            large = ()
+        shapes = self.shapes if part is None else self.shapes[part : part + 1]
+        if any(p in self.settings.covering for p in shapes):
+            covering = set(self._share(law))
+            shapes = tuple(p for p in shapes if p not in self.settings.covering or p in covering)
+            if not shapes:
+                return Verdict(law.name, law.stage, "cannot run", SHAPE_OF_OTHERS)
+        with compiling_for(shapes):
+            return run_law(law, self.implementation, shapes, self.settings, announce, large=large)
+
+    def _share(self, law: Law) -> tuple[Problem, ...]:
+        features = self.settings.features
+        fitting = [p for p in self.settings.covering if not law.unmet(self.implementation, p, features)]
+        return covering_share(law, [p for p in fitting if self.implementation.can_run(p)] or self.settings.covering)
+
+
+@contextlib.contextmanager
+def compiling_for(shapes: Sequence[Problem]) -> Iterator[None]:
+    """Inside, covering shapes are compiled with less optimisation on a CPU, also when a failing case is run again.
+
+    They are many, run a few times each, and judge what the tiny shapes judge at full optimisation.
+    """
+    quick = jax.default_backend() == "cpu" and shapes and set(shapes) <= set(covering_problems())
+    before = dict(running.OPTIONS)
+    running.OPTIONS.update(running.QUICK_COMPILE if quick else {})
+    try:
+        yield
+    finally:
+        running.OPTIONS.clear()
+        running.OPTIONS.update(before)
 
 
 def noted(shapes: Sequence[Problem], job: Job) -> list[str]:

@@ -29,8 +29,10 @@ from .suite import Settings, run_law
 Cell = Literal["killed", "raised", "passed", "not run"]
 
 SEEDS = (0, 1, 2)
-CHUNK = 4
+CHUNK = 2
 """Mutants that a process is given at a time: neighbours share a stage, and so executables."""
+HALF_BATCH = ("prefix", "split-batch")
+"""Laws that compile a second shape; like those that run once a suite they judge a mutant only when it names them."""
 EXAMPLES = 5
 """Drawn routings beside the pinned ones: those of the quick profile."""
 
@@ -97,9 +99,11 @@ def kill_matrix(
     whole: bool = True,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Matrix:
-    """Runs the named law at every seed, and with `whole` every other law of the changed stages on the pinned routings.
+    """Runs the named law at every seed, and with `whole` every other law of the changed stages that fits the named law's shape.
 
-    Honest code runs every law (without `whole`, those that the mutants name) on the mutants' shapes. Laws that run once a suite compile programs of their own: they run for honest code, and for a mutant that names one.
+    Those others are there to be read: only the named law decides. They run on the named law's executables, so laws that
+    need another shape or compile programs of their own (HALF_BATCH, and those that run once a suite) are `not run`.
+    Honest code runs every law (without `whole`, those that the mutants name) on the mutants' shapes.
     """
     start = time.perf_counter()
     running.OPTIONS.update(running.QUICK_COMPILE)
@@ -172,8 +176,10 @@ def _row(mutant: Mutant, seeds: tuple[int, ...], whole: bool) -> Row:
     implementation = mutant.build()
     named = laws_named([mutant.law])[0]
     row = Row(mutant.name, mutant.fault, mutant.law, killed=True, said="")
+    own = shapes_for(named, mutant)
+    beside = (PLAIN,) if own == (MANY,) else own  # an oracle that goes token by token does not end there
     for seed in seeds:
-        cell, said = _cell(named, implementation, shapes_for(named, mutant), seed)
+        cell, said = _cell(named, implementation, own, seed)
         # A fault that shows as an exception says so; for all others an exception would be an accident.
         row.killed &= cell == "killed" or (cell == "raised" and mutant.raises)
         row.said = row.said or said
@@ -181,10 +187,8 @@ def _row(mutant: Mutant, seeds: tuple[int, ...], whole: bool) -> Row:
     for law in LAWS:
         if law is named:
             continue
-        touched = law.stage in mutant.stages and law.scope != "once"
-        row.cells[law.name] = (
-            _cell(law, implementation, shapes_for(law), seeds[0], 1)[0] if whole and touched else "not run"
-        )
+        touched = law.stage in mutant.stages and law.scope != "once" and law.name not in HALF_BATCH
+        row.cells[law.name] = _cell(law, implementation, beside, seeds[0], 1)[0] if whole and touched else "not run"
     row.seconds = time.perf_counter() - start
     return row
 

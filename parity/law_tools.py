@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import Any
@@ -17,13 +16,15 @@ from .inputs import Case
 from .interface import Implementation, Judged
 from .judge import dtype_of
 from .judge import route_findings as judged_routes
+from .kept import Kept, digest
 from .margins import margin_inputs
 from .problem import InvalidInput, Problem, Routing
 
 ORACLES = ("oracle", "oracle_device")
 _ORACLE = ["oracle"]
-_VIEWS: OrderedDict[tuple[str, int], tuple[Case, dict[str, Judged]]] = OrderedDict()
-_KEPT_VIEWS = 64
+_VIEWS: Kept[dict[str, Judged]] = Kept(512, 1 << 30)
+"""The oracle's answers by what they were asked about, so that a case that is built anew is not judged anew."""
+_DIGESTS: Kept[bytes] = Kept(512, 1 << 30)
 
 
 def use_oracle(name: str) -> None:
@@ -31,24 +32,49 @@ def use_oracle(name: str) -> None:
     if name not in ORACLES:
         raise InvalidInput(f"oracle is {name!r}; accepted: {', '.join(ORACLES)}")
     _ORACLE[0] = name
-    _VIEWS.clear()
+    forget_views()
 
 
-def oracle_view(case: Case) -> dict[str, Judged]:
-    """The oracle's y and gradients of `experts` on a case; kept for the case object."""
-    key = (_ORACLE[0], id(case))
-    if key not in _VIEWS:
-        module = importlib.import_module(f"dropless.reference.{_ORACLE[0]}")
-        view = module.judge_experts(case.problem, case.params, case.x, case.routing, case.cotangent)
-        _VIEWS[key] = (case, view)  # the case is kept alive, or its id could be given to another
-        while len(_VIEWS) > _KEPT_VIEWS:
-            _VIEWS.popitem(last=False)
-    return _VIEWS[key][1]
+def oracle_view(case: Case, *, grad: bool = True) -> dict[str, Judged]:
+    """The oracle's y, and with `grad` the gradients, of `experts` on a case; kept for cases of the same bits."""
+    cotangent = case.cotangent if grad else None
+    key = ("experts", _ORACLE[0], grad, case.problem, _digest(case))
+    return _VIEWS.get(
+        key, lambda: layer_oracle().judge_experts(case.problem, case.params, case.x, case.routing, cotangent)
+    )
+
+
+def layer_view(
+    case: Case, topk_idx: Any, *, loss_cotangents: tuple[float, float, float] | None = None
+) -> dict[str, Judged]:
+    """The oracle's layer on a case, replayed at these ids; gradients come with cotangents of the losses. Kept likewise."""
+    ids, grad = np.asarray(topk_idx), loss_cotangents is not None
+    key = ("layer", _ORACLE[0], loss_cotangents, case.problem, ids.tobytes(), _digest(case))
+    return _VIEWS.get(
+        key,
+        lambda: layer_oracle().judge_layer(
+            case.problem,
+            case.params,
+            case.x,
+            ids,
+            case.cotangent if grad else None,
+            mask=case.mask,
+            segment_ids=case.segment_ids,
+            loss_cotangents=loss_cotangents or (0.0, 0.0, 0.0),
+        ),
+    )
 
 
 def forget_views() -> None:
     """Drops every kept view of the oracle."""
     _VIEWS.clear()
+    _DIGESTS.clear()
+
+
+def _digest(case: Case) -> bytes:
+    # Kept for the object, which is kept alive, or its id could be given to another.
+    parts = (case.params, case.x, case.routing, case.cotangent, case.mask, case.segment_ids)
+    return _DIGESTS.get(id(case), lambda: digest(*parts), held=case)
 
 
 def layer_oracle() -> ModuleType:
@@ -172,6 +198,11 @@ def with_routing(case: Case, topk_idx: np.ndarray, topk_weights: np.ndarray) -> 
     """The case at another routing."""
     routing = Routing(jnp.asarray(topk_idx, jnp.int32), jnp.asarray(topk_weights, jnp.float32))
     return case.replace(routing=routing)
+
+
+def take(array: Any, order: Any) -> jnp.ndarray:
+    """`array[order]`, picked by NumPy: JAX would compile a program for each shape."""
+    return jnp.asarray(np.asarray(array)[order])
 
 
 def storage(problem: Problem, values: np.ndarray) -> jnp.ndarray:

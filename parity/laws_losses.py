@@ -14,7 +14,7 @@ from .draws import stream
 from .inputs import Case
 from .interface import Implementation, Judged
 from .law import Law, law
-from .law_tools import dtype_of, expect, layer_oracle
+from .law_tools import dtype_of, expect, layer_view
 from .laws_layer import COEFFICIENTS, LOSSES, OWN, reported, segments
 
 ULPS = 64 * 2.0**-24
@@ -28,16 +28,7 @@ def losses(implementation: Implementation, case: Case) -> list[Finding]:
     out, _ = running.layer(implementation, marked, loss_cotangents=COEFFICIENTS)
     if out.losses is None:
         return []
-    view = layer_oracle().judge_layer(
-        case.problem,
-        case.params,
-        case.x,
-        reported(out).topk_idx,
-        case.cotangent,
-        mask=marked.mask,
-        segment_ids=marked.segment_ids,
-        loss_cotangents=(0.0, 0.0, 0.0),
-    )
+    view = layer_view(marked, reported(out).topk_idx)
     return [judge(n, getattr(out.losses, n), view[n], dtype=dtype_of(case.problem, n)) for n in LOSSES]
 
 
@@ -110,7 +101,7 @@ def loss_gradient_of_all(implementation: Implementation, case: Case) -> list[Fin
     # One expert's logits lie 8 below where they would: its probability is small, and its gradient is not 0.
     shunned, kernel, x = case.seed % case.problem.E, np.array(case.params.gate_kernel), np.array(case.x)
     x[:, 0], kernel[0, shunned] = 1, kernel[0, shunned] - 8
-    quiet = _gate(case, kernel).replace(x=jnp.asarray(x), cotangent=jnp.zeros_like(case.cotangent))
+    quiet = _gate(case, kernel).replace(x=jnp.asarray(x), cotangent=jnp.asarray(np.zeros_like(case.cotangent)))
     out, grads = running.layer(implementation, quiet, loss_cotangents=(1.0, 0.0, 0.0))
     if out.losses is None:
         return []
@@ -126,8 +117,12 @@ def _marked(case: Case) -> Case:
 
 
 def _gate(case: Case, kernel: np.ndarray) -> Case:
-    leaves = {n: jnp.zeros_like(v) for n in ("gate_bias", "expert_bias") if (v := getattr(case.params, n)) is not None}
-    leaves["gate_kernel"] = jnp.asarray(kernel, case.params.gate_kernel.dtype)
+    leaves = {
+        n: jnp.asarray(np.zeros(v.shape, v.dtype))
+        for n in ("gate_bias", "expert_bias")
+        if (v := getattr(case.params, n)) is not None
+    }
+    leaves["gate_kernel"] = jnp.asarray(np.asarray(kernel).astype(case.params.gate_kernel.dtype))
     return case.replace(params=case.params.replace(**leaves))
 
 

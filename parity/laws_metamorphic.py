@@ -13,7 +13,18 @@ from .draws import stream
 from .inputs import Case
 from .interface import Implementation
 from .law import Law, law
-from .law_tools import by_bits, by_bits_or_gauge, by_gauge, dtype_of, judge, moved, oracle_view, real_rows, with_routing
+from .law_tools import (
+    by_bits,
+    by_bits_or_gauge,
+    by_gauge,
+    dtype_of,
+    judge,
+    moved,
+    oracle_view,
+    real_rows,
+    take,
+    with_routing,
+)
 from .problem import Params, Problem, Routing
 
 TOKEN_TENSORS = ("y", "x", "topk_weights")
@@ -70,7 +81,7 @@ def relabel_experts(implementation: Implementation, case: Case) -> list[Finding]
     ids = real_rows(case)
     order = stream(case.seed, "expert order").permutation(case.problem.E)  # new expert j is old expert order[j]
     new_name = np.argsort(order)
-    leaves = {n: leaf[order] for n in running.EXPERT_LEAVES if (leaf := getattr(case.params, n)) is not None}
+    leaves = {n: take(leaf, order) for n in running.EXPERT_LEAVES if (leaf := getattr(case.params, n)) is not None}
     renamed = with_routing(case, np.where(ids < 0, -1, new_name[ids]), np.asarray(case.routing.topk_weights)).replace(
         params=case.params.replace(**leaves)
     )
@@ -106,7 +117,7 @@ def permute_slots(implementation: Implementation, case: Case) -> list[Finding]:
 def powers_of_two(implementation: Implementation, case: Case) -> list[Finding]:
     """Doubling wo doubles y and every gradient but wo's own, which stays, to the last bit."""
     base = running.experts(implementation, case)
-    wo = case.params.wo * jnp.asarray(2, case.params.wo.dtype)
+    wo = jnp.asarray(np.asarray(case.params.wo) * np.asarray(2, case.params.wo.dtype))
     got = running.experts(implementation, case.replace(params=case.params.replace(wo=wo)))
     want = {name: v if name == "wo" else v * np.asarray(2, v.dtype) for name, v in base.items()}
     return by_bits(got, _exactly_doubled(case.problem, got, want))
@@ -192,18 +203,18 @@ _ACTIVATIONS = {
 
 
 def _dense_finding(case: Case, got: np.ndarray, want: np.ndarray) -> Finding:
-    view = oracle_view(case)["y"]
+    view = oracle_view(case, grad=False)["y"]
     return judge("y", got, view._replace(value=want), dtype=dtype_of(case.problem, "y"))
 
 
 def _take(case: Case, order: np.ndarray) -> Case:
     """The case's tokens in another order, or fewer of them."""
-    marks = {name: v[order] for name in ("mask", "segment_ids") if (v := getattr(case, name)) is not None}
+    marks = {name: take(v, order) for name in ("mask", "segment_ids") if (v := getattr(case, name)) is not None}
     return case.replace(
         problem=case.problem.replace(T=len(order)),
-        x=case.x[order],
-        routing=Routing(case.routing.topk_idx[order], case.routing.topk_weights[order]),
-        cotangent=case.cotangent[order],
+        x=take(case.x, order),
+        routing=Routing(take(case.routing.topk_idx, order), take(case.routing.topk_weights, order)),
+        cotangent=take(case.cotangent, order),
         **marks,
     )
 

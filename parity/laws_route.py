@@ -30,8 +30,7 @@ def routes(implementation: Implementation, case: Case) -> list[Finding]:
 @law("ties", stage="route", judged_by="bits", faults="E", needs=OWN, scope="shape")
 def ties(implementation: Implementation, case: Case) -> list[Finding]:
     """Exact ties give distinct experts in range, the same ones in every one of twenty calls."""
-    level = jax.tree.map(jnp.zeros_like, {n: getattr(case.params, n) for n in _router_leaves(case.params)})
-    tied = case.replace(params=case.params.replace(**level))
+    tied = case.replace(params=case.params.replace(**_zeros(case.params)))
     first = running.route(implementation, tied)
     findings = [distinct(case.problem, first.topk_idx)]
     for _ in range(19):
@@ -120,9 +119,9 @@ def narrow_margin(implementation: Implementation, case: Case) -> list[Finding]:
     kernel[0], kernel[0, [loser, winner]], kernel[1, winner] = -1.0, 1.0, 1.0
     others = [e for e in range(problem.E) if e not in (loser, winner)]
     kernel[0, others[: problem.K - 1]] = 2.0
-    leaves = {n: jnp.zeros_like(getattr(case.params, n)) for n in _router_leaves(case.params)}
-    leaves["gate_kernel"] = jnp.asarray(kernel, case.params.gate_kernel.dtype)
-    made = case.replace(params=case.params.replace(**leaves), x=jnp.asarray(x, case.x.dtype))
+    leaves = _zeros(case.params)
+    leaves["gate_kernel"] = jnp.asarray(kernel.astype(case.params.gate_kernel.dtype))
+    made = case.replace(params=case.params.replace(**leaves), x=jnp.asarray(x.astype(case.x.dtype)))
     got = np.sort(running.route(implementation, made).topk_idx, axis=1)
     want = np.sort([winner, *others[: problem.K - 1]]).astype(np.int32)
     return [same_bits("topk_idx", got, np.tile(want, (problem.T, 1)))]
@@ -184,8 +183,10 @@ def _switched(implementation: Implementation, case: Case, **changes: Any) -> lis
     return [same_bits("topk_idx", np.sort(got.topk_idx, axis=1), wanted), *route_findings(made, got)]
 
 
-def _router_leaves(params: Params) -> list[str]:
-    return [n for n in ("gate_kernel", "gate_bias", "expert_bias") if getattr(params, n) is not None]
+def _zeros(params: Params) -> dict[str, jax.Array]:
+    """The router's leaves as zeros."""
+    leaves = {n: getattr(params, n) for n in ("gate_kernel", "gate_bias", "expert_bias")}
+    return {n: jnp.asarray(np.zeros(leaf.shape, leaf.dtype)) for n, leaf in leaves.items() if leaf is not None}
 
 
 def _gate_gradient(fn: Callable[..., Routing], params: Params, x: jax.Array, problem: Problem) -> jax.Array:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from .covering import covering_problems, tiny_problems
 from .interface import Implementation, always
-from .law import FEATURES
+from .law import FEATURES, Law
+from .laws import LAWS
 from .presets import PRESETS
 from .problem import DTYPES, Clamp, Experts, InvalidInput, Problem, Router
 
@@ -26,11 +27,14 @@ class Profile:
     once: Callable[[], tuple[Problem, ...]] = tuple
     """Problems that run the laws of value and gradients once, on one pattern."""
     covering: Callable[[], tuple[Problem, ...]] = tuple
-    """More shapes for all laws, each with FEW routings: many shapes already draw many routings."""
+    """More shapes, each with FEW routings: all of them for the laws of EVERY_SHAPE, every SHARE-th for the others."""
 
 
 FEW = 2
 """Pinned and as many drawn routings for each law and covering shape."""
+
+SHARE = 4
+"""A law outside EVERY_SHAPE meets one in so many of the covering shapes that it fits; neighbouring laws meet others."""
 
 LARGE = Problem(T=4096, K=2, E=8, D=33, F=8)
 """For laws with a closed form: enough tokens that one lost row hides from any average."""
@@ -75,7 +79,7 @@ PROFILES: Mapping[str, Profile] = {
         Profile("gpu", 10, 300.0, _gpu, oracle="oracle_device", once=_presets),
     )
 }
-"""quick: three shapes, under two minutes on two cores. default: five. thorough: the covering array too, on fewer routings. gpu: three small
+"""quick: three shapes, under two minutes on two cores. default: five. thorough: more routings of those, and the covering array on few. gpu: three small
 shapes for all laws, and presets of up to 2^31 numbers once at full width, judged by the oracle that runs on the device."""
 
 ONCE = (
@@ -88,6 +92,22 @@ ONCE = (
     "gradient-wo_bias",
 )
 """Laws that run at a profile's `once` problems; they share one run of the layer and of the oracle."""
+
+EVERY_SHAPE = (
+    *ONCE,
+    "rows-once",
+    "round-trip",
+    "exact-experts",
+    "exact-weight-gradient",
+    "exact-gemm",
+    "routes",
+    "layer-routes",
+    "layer-value",
+    "layer-gradients",
+)
+"""Laws that say of a shape what is computed there, and so meet every covering shape; they share a few executables and the
+oracle's answers. The others compare runs with each other or see to memory and execution: what breaks them is rarely one
+pair of settings, and each compiles programs of its own."""
 
 WIDER: Mapping[str, dict[str, object]] = {
     "bias": {"experts_wi_bias": True, "experts_wo_bias": True},
@@ -107,6 +127,16 @@ def profile(name: str) -> Profile:
     if name not in PROFILES:
         raise InvalidInput(f"profile is {name!r}; accepted: {', '.join(PROFILES)}")
     return PROFILES[name]
+
+
+def covering_share(law: Law, fitting: Sequence[Problem]) -> tuple[Problem, ...]:
+    """Those of the covering shapes that fit a law which it meets: every SHARE-th, from a place that rotates with the law.
+
+    Laws of EVERY_SHAPE meet all, and so does a law that fits SHARE shapes or fewer; the choice is the same every time.
+    """
+    if law.name in EVERY_SHAPE or len(fitting) <= SHARE:
+        return tuple(fitting)
+    return tuple(fitting[[one.name for one in LAWS].index(law.name) % SHARE :: SHARE])
 
 
 def is_bare(implementation: Implementation) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
@@ -21,6 +20,7 @@ from . import launch
 from .compare import Finding
 from .inputs import Case
 from .interface import Implementation, Unsupported
+from .kept import Kept
 from .problem import Losses, Output, Params, Problem, Routing
 
 EXPERT_LEAVES = ("wi", "wo", "wi_bias", "wo_bias")
@@ -33,8 +33,7 @@ QUICK_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensiv
 """Half the compile time on CPU for code that runs a few times at tiny sizes."""
 
 _EXECUTABLES: dict[tuple[Any, ...], Callable[..., Any]] = {}
-_RESULTS: OrderedDict[tuple[Any, ...], tuple[Any, dict[str, np.ndarray]]] = OrderedDict()
-_KEPT_RESULTS = 64
+_RESULTS: Kept[Any] = Kept(256, 1 << 29)
 
 
 class WrongKind(Exception):
@@ -138,11 +137,7 @@ def check_kind(stage: str, name: str, got: Any, shape: tuple[int, ...], dtype: A
 
 
 def _kept(key: tuple[Any, ...], case: Case, run: Callable[[], Any]) -> Any:
-    if key not in _RESULTS:
-        _RESULTS[key] = (case, run())  # the case is kept alive, or its id could be given to another
-        while len(_RESULTS) > _KEPT_RESULTS:
-            _RESULTS.popitem(last=False)
-    return _RESULTS[key][1]
+    return _RESULTS.get(key, run, held=case)  # the case is kept alive, or its id could be given to another
 
 
 def _run_layer(
@@ -154,15 +149,20 @@ def _run_layer(
         out = call(implementation, "layer", _forward_layer, *args, problem)
         _check_output(problem, out)
         return to_host(out), {}
-    if implementation.traits & {"eager", "host-sync", "numpy"}:  # cannot be traced, not even for its shapes
-        shape = call(implementation, "layer", _forward_layer, *args, problem)
-    else:
-        given = _given(case.mask, case.segment_ids)
-        with blaming_target():
-            shape = jax.eval_shape(functools.partial(fn, problem), case.params, case.x, **given)
-    _check_output(problem, shape)
+    untraceable = bool(implementation.traits & {"eager", "host-sync", "numpy"})  # not even for its shapes
+    if untraceable:
+        _check_output(problem, call(implementation, "layer", _forward_layer, *args, problem))
     coefficients = jnp.asarray(loss_cotangents, jnp.float32)
-    out, grads = call(implementation, "layer", _layer_vjp, *args, case.cotangent, coefficients, problem)
+    try:
+        out, grads = call(implementation, "layer", _layer_vjp, *args, case.cotangent, coefficients, problem)
+    except TargetRaised:
+        if not untraceable:  # an output of the wrong kind has no backward, and is what should be said
+            given = _given(case.mask, case.segment_ids)
+            with blaming_target():
+                shape = jax.eval_shape(functools.partial(fn, problem), case.params, case.x, **given)
+            _check_output(problem, shape)
+        raise
+    _check_output(problem, out)
     return to_host(out), to_host(grads)
 
 
@@ -178,16 +178,19 @@ def _run_experts(implementation: Implementation, case: Case, grad: bool) -> dict
             grads = implementation.stage("experts_vjp")(problem, case.params, case.x, case.routing, case.cotangent)
             out |= check_gradients(case, grads)
         return out
-    if not implementation.traits & {"eager", "host-sync"}:
-        fn = implementation.stage("experts")
-        y = _shape_of(fn, problem, case)
-        check_kind("experts", "y", y, y_shape, problem.dtype)
     args = (case.params, case.x, case.routing.topk_weights, case.routing.topk_idx)
     if not grad:
         y = call(implementation, "experts", _forward_experts, *args, problem)
         check_kind("experts", "y", y, y_shape, problem.dtype)
         return {"y": np.asarray(y)}
-    y, grads = call(implementation, "experts", _experts_vjp, *args, case.cotangent, problem)
+    try:
+        y, grads = call(implementation, "experts", _experts_vjp, *args, case.cotangent, problem)
+    except TargetRaised:
+        if not implementation.traits & {"eager", "host-sync"}:  # a y of the wrong kind has no backward: say that
+            check_kind(
+                "experts", "y", _shape_of(implementation.stage("experts"), problem, case), y_shape, problem.dtype
+            )
+        raise
     check_kind("experts", "y", y, y_shape, problem.dtype)
     return {"y": np.asarray(y), **check_gradients(case, grads)}
 
@@ -204,17 +207,9 @@ def check_gradients(case: Case, grads: Mapping[str, Any]) -> dict[str, np.ndarra
     return {name: np.asarray(grads[name]) for name in primals}
 
 
-@functools.lru_cache(maxsize=256)
-def _shape_of_key(fn: Callable[..., Any], problem: Problem, structure: Any, shapes: tuple[Any, ...]) -> Any:
-    leaves = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
-    params, x, routing = jax.tree.unflatten(structure, leaves)
-    with blaming_target():
-        return jax.eval_shape(functools.partial(fn, problem), params, x, routing)
-
-
 def _shape_of(fn: Callable[..., Any], problem: Problem, case: Case) -> Any:
-    leaves, structure = jax.tree.flatten((case.params, case.x, case.routing))
-    return _shape_of_key(fn, problem, structure, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves))
+    with blaming_target():
+        return jax.eval_shape(functools.partial(fn, problem), case.params, case.x, case.routing)
 
 
 def _plain(fn: Callable[..., Any], params: Params, x: jax.Array, problem: Problem) -> Any:

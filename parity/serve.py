@@ -13,7 +13,7 @@ from .worker import Ready
 
 
 def serve(pipe: Connection) -> None:
-    """Answers (ready | refused), then for each law's name any number of (case) and one (verdict)."""
+    """Answers (ready | refused), then for each (law's name, part or None) any number of (case) and one (verdict)."""
     job = pipe.recv()
     try:
         bench = load(job)
@@ -22,7 +22,7 @@ def serve(pipe: Connection) -> None:
         return
     own = bench.implementation
     stages = tuple(s for s in own.stages if s not in own.composed)
-    pipe.send(("ready", Ready(own.name, stages, tuple(bench.notes), bench.undecided())))
+    pipe.send(("ready", Ready(own.name, stages, tuple(bench.notes), bench.undecided(), bench.parts)))
     while True:
         try:
             asked = pipe.recv()
@@ -30,10 +30,11 @@ def serve(pipe: Connection) -> None:
             return
         if asked == "probe":
             bench.decide(bench.probe())
-            pipe.send(("probed", bench.job.handles, bench.notes))
+            pipe.send(("probed", bench.job.handles, bench.notes, bench.parts))
             continue
         try:
-            verdict = bench.run(asked, lambda spec: pipe.send(("case", spec.literal())))
+            name, part = asked
+            verdict = bench.run(name, lambda spec: pipe.send(("case", spec.literal())), part)
         except Exception as error:  # a fault of this suite, since a target's is a verdict: say so, and go on
             traceback.print_exc()
             pipe.send(("bug", f"{type(error).__name__}: {error}"))

@@ -49,6 +49,11 @@ class CaseSpec:
         return real.size, len(np.unique(real)), int(real.sum())
 
 
+def forget_cases() -> None:
+    """Drops every kept case."""
+    _build.cache_clear()
+
+
 @functools.lru_cache(maxsize=64)
 def _build(spec: CaseSpec) -> Case:
     if spec.topk_idx is None:

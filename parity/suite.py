@@ -7,6 +7,7 @@ is `not repeatable`. Settings are objects and no database is kept, so nothing is
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import time
@@ -26,7 +27,7 @@ from .law import FEATURES, Law
 from .problem import InvalidInput, Problem
 from .profiles import FEW
 from .running import TargetRaised, WrongKind, blaming_target
-from .spec import CaseSpec, freeze
+from .spec import CaseSpec, forget_cases, freeze
 
 Status = Literal["agree", "disagree", "not repeatable", "cannot run", "expected-different", "known", "alarm"]
 BAD = ("disagree", "not repeatable", "alarm")
@@ -109,6 +110,7 @@ def run_law(
     implementation = guarded(implementation)
     search = _Search(law, implementation, announce)
     fitting: list[Problem] = []
+    no_expert = "no-expert" in settings.features
     for problem in shapes:
         reason = law.unmet(implementation, problem, settings.features) or _declines(implementation, problem)
         if reason:
@@ -125,8 +127,14 @@ def run_law(
                 break
         # What raises or returns the wrong kind on a pinned routing does so whatever the routing is.
         shrink = settings.shrink and not (search.failing and search.failing[1].check in ("ran", "dtype", "shape"))
-        if law.scope == "drawn" and (shrink or not search.failing):
-            _draw(search, problem, settings, settings.max_examples if few is None else min(few, settings.max_examples))
+        if law.scope == "drawn":
+            examples = settings.max_examples if few is None else min(few, settings.max_examples)
+            for spec in () if search.failing else drawn(problem, settings.seed, examples, no_expert):
+                _try(search, spec)
+                if search.failing:
+                    break
+            if search.failing and shrink:
+                _shrink(search, problem, settings, examples)
         if search.failing and shrink:
             _simplify(search, settings)
         if search.failing:
@@ -147,6 +155,35 @@ def run_case(law: Law, implementation: Implementation, spec: CaseSpec, features:
         return Verdict(law.name, law.stage, "cannot run", reason)
     _try(search, spec)
     return _conclude(search, time.perf_counter() - start)
+
+
+def merge_verdicts(parts: Sequence[Verdict]) -> Verdict:
+    """One law's verdict over all shapes, from its verdicts on some of them: the first that is not agreement decides."""
+    ran = [v for v in parts if v.status != "cannot run"]
+    worst = next((v for v in ran if v.status != "agree"), ran[0] if ran else parts[0])
+    percents = [v.percent for v in ran if v.percent is not None]
+    percent = worst.percent if worst.status != "agree" else max(percents, default=None)
+    reasons = dict.fromkeys(reason for v in parts for reason in v.reason.split("; "))
+    return dataclasses.replace(
+        worst,
+        reason=worst.reason if ran else "; ".join(list(reasons)[:2]),
+        examples=sum(v.examples for v in parts),
+        percent=percent,
+        seconds=sum(v.seconds for v in parts),
+    )
+
+
+def is_settled(law: Law, verdict: Verdict) -> bool:
+    """Whether no further shape can change what a law says: it failed, or one routing is all that it wants."""
+    return verdict.status not in ("agree", "cannot run") or (law.scope == "once" and verdict.status == "agree")
+
+
+def forget_shape() -> None:
+    """Drops what is kept while all laws run on one shape: results, the oracle's answers, cases and executables."""
+    running.forget_results()
+    running.forget_executables()
+    law_tools.forget_views()
+    forget_cases()
 
 
 def guarded(implementation: Implementation) -> Implementation:
@@ -190,20 +227,44 @@ def pinned(problem: Problem, seed: int) -> list[CaseSpec]:
     return specs
 
 
-def _draw(search: _Search, problem: Problem, settings: Settings, examples: int) -> None:
+@functools.lru_cache(maxsize=64)
+def drawn(problem: Problem, seed: int, examples: int, no_expert: bool) -> tuple[CaseSpec, ...]:
+    """The routings that Hypothesis draws at a shape. What it draws does not depend on what holds, so all laws share them."""
+    specs: list[CaseSpec] = []
+    _generate(problem, seed, examples, no_expert, specs.append, shrink=False)
+    return tuple(specs)
+
+
+def _shrink(search: _Search, problem: Problem, settings: Settings, examples: int) -> None:
+    """Lets Hypothesis draw the same routings once more, and shrink what fails."""
+    from hypothesis.errors import Flaky, FlakyFailure
+
+    def holds(spec: CaseSpec) -> None:
+        _try(search, spec)
+        assert search.failing is not None
+        search.runs_since += 1
+        if search.runs_since > SHRINKS:
+            raise _Enough
+        if search.failing[0] == spec:
+            raise AssertionError(search.failing[1].message)
+
+    # The search keeps the smallest failing case itself, and runs it again before it reports it.
+    with contextlib.suppress(_Enough, AssertionError, FlakyFailure, Flaky):
+        _generate(problem, settings.seed, examples, "no-expert" in settings.features, holds, shrink=True)
+
+
+def _generate(
+    problem: Problem, seed: int, examples: int, no_expert: bool, use: Callable[[CaseSpec], None], *, shrink: bool
+) -> None:
     import hypothesis
     from hypothesis import HealthCheck, Phase
-    from hypothesis.errors import Flaky, FlakyFailure
 
     from .strategies import case_specs, no_folder
 
-    phases = (Phase.generate, Phase.shrink) if settings.shrink else (Phase.generate,)
-    no_expert = "no-expert" in settings.features
-
-    @hypothesis.seed(settings.seed)
+    @hypothesis.seed(seed)
     @hypothesis.settings(
         max_examples=examples,
-        phases=phases,
+        phases=(Phase.generate, Phase.shrink) if shrink else (Phase.generate,),
         database=None,
         deadline=None,
         suppress_health_check=list(HealthCheck),  # pyright: ignore[reportArgumentType]
@@ -211,22 +272,11 @@ def _draw(search: _Search, problem: Problem, settings: Settings, examples: int) 
         report_multiple_bugs=False,
     )
     @hypothesis.given(case_specs(problem, no_expert=no_expert))
-    def holds(spec: CaseSpec) -> None:
-        _try(search, spec)
-        if search.failing:
-            search.runs_since += 1
-            if search.runs_since > SHRINKS or not settings.shrink:
-                raise _Enough
-            if search.failing[0] == spec:
-                raise AssertionError(search.failing[1].message)
+    def run(spec: CaseSpec) -> None:
+        use(spec)
 
-    try:
-        with no_folder():
-            holds()
-    except (_Enough, AssertionError, FlakyFailure, Flaky):
-        # The search keeps the smallest failing case itself, and runs it again before it reports it.
-        if search.failing is None:
-            raise
+    with no_folder():
+        run()
 
 
 def _simplify(search: _Search, settings: Settings) -> None:
@@ -320,7 +370,6 @@ def _conclude(search: _Search, seconds: float) -> Verdict:
         return verdict("cannot run", reason="; ".join(reasons[:2]) or "this shape leaves nothing to judge")
     spec, finding = search.failing
     running.forget_results()
-    law_tools.forget_views()
     search.percent = None if finding.measured is None else search.percent
     again = _findings(search, spec)
     if all(f.ok for f in again):

@@ -36,6 +36,8 @@ class Ready:
     stages: tuple[str, ...]
     notes: tuple[str, ...]
     undecided: bool
+    parts: int
+    """Of a law: see `Bench.run`."""
 
 
 class Worker:
@@ -46,6 +48,8 @@ class Worker:
         self.process: subprocess.Popen[bytes] | None = None
         self.pipe: Connection | None = None
         self.hangs: dict[str, int] = {}
+        self.parts = 1
+        """In how many parts a law can be judged, once the worker has started."""
 
     def start(self) -> Ready:
         """Starts the process and loads the target in it."""
@@ -56,6 +60,7 @@ class Worker:
         self.pipe.send(self.job)
         kind, *values = self._hear(max(START_S, self.timeout_s))
         if kind == "ready":
+            self.parts = values[0].parts
             return values[0]
         self.close()
         if kind == "refused":
@@ -69,15 +74,15 @@ class Worker:
         self._send("probe")
         kind, *values = self._hear(self.timeout_s)
         if kind == "probed":
-            words, notes = values
+            words, notes, self.parts = values
             self.job = dataclasses.replace(self.job, handles=words)
             return notes
         self.close()
         self.job = dataclasses.replace(self.job, handles=(f"no slots of -1: the process {_ended(kind, values)}",))
         return list(self.start().notes)
 
-    def judge(self, name: str) -> Verdict:
-        """The verdict of one law; a hang or a death is a verdict too, and the next law gets a new process."""
+    def judge(self, name: str, part: int | None = None) -> Verdict:
+        """The verdict of one law, or of one part of it; a hang or a death is one too, and the next gets a new process."""
         law = laws_named([name])[0]
         if self.hangs.get(law.stage, 0) >= MOST_HANGS:
             return Verdict(
@@ -85,7 +90,7 @@ class Worker:
             )
         if self.process is None:
             self.start()
-        self._send(name)
+        self._send((name, part))
         case = ""
         while True:
             kind, *values = self._hear(self.timeout_s)

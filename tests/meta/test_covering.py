@@ -1,11 +1,16 @@
 """The covering array covers: counted here by another route than the generator's."""
 
+import dataclasses
 import itertools
 
 import pytest
 from dropless.parity import covering
 from dropless.parity.covering import FACTORS, MOST, covering_problems, covering_rows, tiny_problems, to_problem
+from dropless.parity.job import Job, load
+from dropless.parity.laws import LAWS
 from dropless.parity.problem import DTYPES, SCORES, InvalidInput
+from dropless.parity.profiles import EVERY_SHAPE, SHARE, covering_share
+from dropless.parity.suite import Verdict, is_settled, merge_verdicts
 
 
 def settings_of(problem):
@@ -114,3 +119,43 @@ def test_tiny_problems_are_unlike_and_small():
     assert any(p.experts.clamp for p in problems) and any(not p.experts.gated for p in problems)
     assert any(p.experts.shared_F for p in problems) and any(p.router.groups > 1 for p in problems)
     assert all(p.E * p.D * p.F < 1e6 and p.T * p.K * p.D * p.F < 3e6 for p in problems)
+
+
+def test_laws_of_what_is_computed_meet_every_shape_and_the_others_share_them():
+    problems = covering_problems()
+    shares = {law.name: covering_share(law, problems) for law in LAWS}
+    assert set(EVERY_SHAPE) <= set(shares)
+    assert all(shares[name] == problems for name in EVERY_SHAPE)
+    others = [name for name in shares if name not in EVERY_SHAPE]
+    assert all(len(shares[name]) == len(problems) / SHARE for name in others)
+    met = [sum(p in shares[name] for name in others) for p in problems]
+    assert min(met) >= len(others) // SHARE - 1  # no shape is met by a few laws only
+
+
+def test_a_law_that_fits_few_shapes_meets_them_all():
+    law = next(law for law in LAWS if law.name not in EVERY_SHAPE)
+    few = covering_problems()[:SHARE]
+    assert covering_share(law, few) == few
+    assert 0 < len(covering_share(law, covering_problems()[: SHARE + 1])) < SHARE + 1
+
+
+def test_a_law_judged_shape_by_shape_says_what_it_says_at_once():
+    bench = load(Job("loop_and_pad", max_examples=1))
+    for name in ("update-bias", "groups"):
+        whole = bench.run(name)
+        parts = merge_verdicts([bench.run(name, part=i) for i in range(bench.parts)])
+        assert bench.parts == len(bench.shapes) == 3
+        assert (parts.status, parts.reason, parts.examples) == ("agree", whole.reason, whole.examples)
+
+
+def test_the_first_failure_decides_a_law_and_ends_it():
+    agree, other = Verdict("value", "experts", "agree", examples=3, percent=40.0), Verdict("value", "experts", "agree")
+    bad = Verdict("value", "experts", "disagree", case="{}", examples=2)
+    absent = Verdict("value", "experts", "cannot run", "needs two experts")
+    assert merge_verdicts([absent, agree, other]).status == "agree"
+    assert merge_verdicts([other, agree]).percent == 40.0
+    assert merge_verdicts([absent, agree, bad]) == dataclasses.replace(bad, examples=5)
+    assert merge_verdicts([absent, absent]).reason == "needs two experts"
+    once, drawn = (next(law for law in LAWS if law.scope == scope) for scope in ("once", "drawn"))
+    assert is_settled(once, agree) and is_settled(drawn, bad)
+    assert not is_settled(drawn, agree) and not is_settled(once, absent)
