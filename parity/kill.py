@@ -15,6 +15,8 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from typing import Literal
 
+import jax
+
 from . import running
 from .interface import Implementation
 from .law import Law
@@ -35,6 +37,11 @@ HALF_BATCH = ("prefix", "split-batch")
 """Laws that compile a second shape; like those that run once a suite they judge a mutant only when it names them."""
 EXAMPLES = 5
 """Drawn routings beside the pinned ones: those of the quick profile."""
+
+QUICK_COMPILE = running.QUICK_COMPILE | (
+    {} if jax.__version_info__ >= (0, 11) else {"xla_cpu_use_fusion_emitters": False}
+)
+"""Code of plain LLVM instead of MLIR compiles in less than half the time; later versions know no such option."""
 
 PLAIN = Problem(T=32, K=2, E=8, D=33, F=33)
 RICH = Problem(T=16, K=3, E=16, D=33, F=33).replace(
@@ -106,7 +113,7 @@ def kill_matrix(
     Honest code runs every law (without `whole`, those that the mutants name) on the mutants' shapes.
     """
     start = time.perf_counter()
-    running.OPTIONS.update(running.QUICK_COMPILE)
+    running.OPTIONS.update(QUICK_COMPILE)
     try:
         rows = []
         for mutant in mutants:
@@ -155,7 +162,7 @@ def _part(
 ) -> Matrix:
     """One process's share; honest code is judged where any of the mutants is."""
     mutants = mutants_named(names) if names else ()
-    running.OPTIONS.update(running.QUICK_COMPILE)
+    running.OPTIONS.update(QUICK_COMPILE)
     rows = [_row(mutant, seeds, whole) for mutant in mutants]
     everyone = mutants_named(all_names) if all_names else ()
     return Matrix(rows, {n: _failed(complete(get(n)), everyone, seeds, whole) for n in honest}, seeds)

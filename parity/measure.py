@@ -29,9 +29,6 @@ from .stages import stage_call, stage_findings
 from .streamed import is_large
 from .timing import Call, measure
 
-GUARD_ROUNDS = 100
-"""Most repetitions of one call when two runs are to be told apart."""
-
 
 @dataclass
 class Options:
