@@ -14,7 +14,7 @@ HERE = ("loop_and_pad", "blocked", "ragged_dot", "loop_host")
 SHAPES = {"plain": tiny_problems()[0], "clamp": tiny_problems()[1], "groups": tiny_problems()[2]}
 EXAMPLES = 3
 
-WHOLE = ("rows-once", "value", "gradient-x", "gradient-topk_weights", "gradient-wi", "gradient-wo")
+WHOLE = ("rows-once", "value", "gradient-x", "gradient-topk_weights", "gradient-wi", "gradient-wo", "no-tokens")
 """Laws that the slower implementations are held to here; `dropless check` runs them all."""
 
 FEW = [(name, "plain", WHOLE) for name in ("ragged_dot", "loop_host")]

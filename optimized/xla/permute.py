@@ -42,6 +42,8 @@ def unpermute(
     Slots without an expert add exactly 0, whatever their weight; rows that hold no token are never read. Accumulates
     in float32 and rounds once to the rows' dtype. The rows' gradient is a gather of dy, 0 where a row holds no token.
     """
+    if problem.T == 0:
+        return jnp.zeros((0, problem.D), rows.dtype)
     late = problem.experts.weight_placement == "late"
     return combine(rows, row_of_slot, routing.topk_weights if late else None)
 
