@@ -147,6 +147,7 @@ NEEDS: Mapping[str, Callable[[Implementation, Problem, frozenset[str]], str]] = 
     "wi bias": _when(lambda p: p.experts.wi_bias, "needs experts with input bias"),
     "no wo bias": _when(lambda p: not p.experts.wo_bias, "needs experts without output bias"),
     "wo bias": _when(lambda p: p.experts.wo_bias, "needs experts with output bias"),
+    "8-bit exponent": _when(lambda p: p.dtype != "float16", "needs an exponent of 8 bits"),
     "late": _when(lambda p: p.experts.weight_placement == "late", "needs weights after the experts"),
     "unquantised": _when(lambda p: p.recipe == "none", "needs unquantised GEMMs"),
     "recipe": _recipe,
