@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Int
 
@@ -34,7 +35,7 @@ def whole(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(function)
     def run(problem: Problem, *args: Any) -> Any:
-        traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(args))
+        traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(args))
         return (function if traced else compiled)(problem, *args)
 
     return run
