@@ -187,9 +187,13 @@ def test_the_laws_of_quantised_experts_hold_on_hopper(law):
 
 CHANGES = {
     "plain": {},
-    "biases": {"experts_wi_bias": True, "experts_wo_bias": True},
     "early": {"experts_weight_placement": "early", "experts_wi_bias": True, "experts_wo_bias": True},
-    "ungated": {"experts_gated": False, "experts_activation": "relu2"},
+    "ungated": {
+        "experts_gated": False,
+        "experts_activation": "relu2",
+        "experts_wi_bias": True,
+        "experts_wo_bias": True,
+    },
     "one expert": {"E": 1, "K": 1},
 }
 
