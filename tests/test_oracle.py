@@ -268,12 +268,12 @@ def test_honest_quantised_layers_stay_within_the_gauge_on_copies(recipe):
         assert (error <= ELEMENT_BAR * judged[name].gauge).all(), name
 
 
-@pytest.mark.parametrize("copied", [False, True], ids=["", "copies"])
 @pytest.mark.parametrize(
-    ("name", "dtype"),
+    ("name", "dtype", "copied"),
     [
-        ("clamp, biases, sigmoid in groups", "bfloat16"),
-        ("relu2, sqrtsoftplus", "float32"),
+        ("clamp, biases, sigmoid in groups", "bfloat16", 40),
+        ("relu2, sqrtsoftplus", "float32", 0),
+        ("relu2, sqrtsoftplus", "float32", 50),
     ],
 )
 def test_the_device_oracle_is_the_oracle(name, dtype, copied):
@@ -281,7 +281,8 @@ def test_the_device_oracle_is_the_oracle(name, dtype, copied):
     problem = Problem(T=50, K=2, E=6, D=12, F=5, dtype=dtype, router=router, experts=experts)
     case = make_case(problem, seed=2, pattern="zipf", exponent=2.0)
     if copied:
-        case = case.replace(x=case.x[np.arange(50) % 9])
+        t = np.arange(50)
+        case = case.replace(x=case.x[np.where(t < copied, t % 9, t)])
     ids = np.array(oracle.route(problem, case.params, case.x).topk_idx)
     marks = {"mask": np.arange(50) % 7 != 3, "segment_ids": np.arange(50) // 20}
     pairs = [
