@@ -1,5 +1,6 @@
 """Every law on every implementation that runs here, at small unlike shapes and routings drawn by Hypothesis."""
 
+import dataclasses
 import inspect
 
 import pytest
@@ -25,6 +26,8 @@ ALL = [("loop_and_pad", "plain", ()), *(("blocked", shape, ()) for shape in SHAP
 def test_honest_code_keeps_every_law(name, shape, laws):
     implementation = complete(get(name))
     shapes, settings = (SHAPES[shape],), Settings(max_examples=EXAMPLES)
+    if name == "loop_host":  # which compiles anew for each count of rows that a routing gives an expert
+        settings = dataclasses.replace(settings, covering=shapes, few=2)
     # What runs once a suite compiles programs of its own: once an implementation is enough.
     chosen = [law for law in laws_named(laws) if law.scope != "once" or shape == "plain"]
     verdicts = [run_law(law, implementation, shapes, settings) for law in chosen]
