@@ -39,7 +39,8 @@ def sections(records: Sequence[Record]) -> list[Section]:
     found += [matrix(r, c) for r, c in judged]
     timed = [(r, c) for r, c in cases if any(x.timings for x in c.results)]
     if timed:
-        found += [speedup(timed), *(times(r, c) for r, c in timed)]
+        over = speedup(timed)
+        found += [*([over] if over.rows else []), *(times(r, c) for r, c in timed)]
         found += [s for r, c in timed if (s := time_split(r, c))]
         found += [section for r, c in timed if (section := roofline(r, c)) is not None]
     found += [ladder_section(r) for r in records if r.kind == "ladder"]
@@ -92,8 +93,9 @@ def cell(result: ResultRecord, stage: str, tensor: str) -> str:
 
 
 def speedup(timed: Sequence[tuple[Record, CaseRecord]]) -> Section:
-    """Speedup over loop_and_pad of each case, beside how uneven its loads are."""
+    """Speedup over loop_and_pad of each case that times it, beside how uneven its loads are."""
     what = _best_what([c for _, c in timed])
+    timed = [(r, c) for r, c in timed if (base := c.result(BASELINE)) is not None and base.timing(what) is not None]
     names = _names(timed)
     rows, series = [], {n: [] for n in names}
     for _, case in timed:

@@ -1,5 +1,6 @@
 """Reports: everything in a record is shown, nothing is fetched, and generated tables are what the records say."""
 
+import dataclasses
 import re
 import shutil
 import subprocess
@@ -56,6 +57,18 @@ def record() -> records.Record:
             )
         made.cases.append(case)
     return made
+
+
+def test_a_case_without_the_baseline_has_times_but_no_speedup(record):
+    alone = dataclasses.replace(record.cases[0], label="alone")
+    alone.results = [r for r in alone.results if r.implementation != "loop_and_pad"]
+    both = dataclasses.replace(record, cases=[*record.cases, alone])
+    found = {section.title: section for section in sections([both])}
+    assert "Times: alone" in found
+    over = next(s for title, s in found.items() if title.startswith("Speedup"))
+    assert [row[0] for row in over.rows] == [case.label for case in record.cases]
+    only = dataclasses.replace(record, cases=[alone])
+    assert not any(s.title.startswith("Speedup") for s in sections([only]))
 
 
 @pytest.fixture(scope="module")
