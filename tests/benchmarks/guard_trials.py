@@ -5,7 +5,7 @@
 
 A run is what one process of `dropless guard` does with one case: it times the guard's calls with the guard's budget a call, and
 beside them `blocked` with one stage made slower. How much extra work costs nearest to a quarter of the stage is measured
-once, before the first run. `judge` then takes every run as a baseline, and every other one as the guard's first
+before the first run, by STREAMS processes side by side as the runs will be. `judge` then takes every run as a baseline, and every other one as the guard's first
 measurement with the two after it as the others: for n runs that is n (n - 3) guards, of which n / 4 share no measurement.
 """
 
@@ -38,7 +38,7 @@ WHATS = tuple(w for w in EVERY if not w.startswith("layer"))
 """What the guard times."""
 INJECTED = {"grouped_gemm": ("grouped_gemm forward",), "experts": ("experts forward", "experts forward+backward")}
 """Stage to slow down -> its calls."""
-SHARES = (1 / 16, 3 / 32, 1 / 8, 3 / 16)
+SHARES = (3 / 32, 1 / 8, 5 / 32, 3 / 16)
 GOAL = 1.25
 BASELINE_BUDGET_S = 2 * CASE_BUDGET_S
 """What `bench` spends on the guard's calls is 13 s and more of its 20: the rest goes to whole layers."""
@@ -54,10 +54,12 @@ Samples = dict[str, dict[str, dict[str, list[float]]]]
 def collect(folder: Path, runs: int, streams: int) -> None:
     """Adds `runs` runs to the folder, each in a process of its own."""
     folder.mkdir(parents=True, exist_ok=True)
-    if not (folder / "shares.json").exists():
-        _child("calibrate", folder / "shares.json")
     done = len(_runs(folder))
     with ThreadPoolExecutor(streams) as pool:
+        if not (folder / "shares.json").exists():
+            list(pool.map(lambda i: _child("calibrate", folder / f"factors-{i}.json"), range(streams)))
+            found = [json.loads((folder / f"factors-{i}.json").read_text()) for i in range(streams)]
+            (folder / "shares.json").write_text(json.dumps({s: _nearest([f[s] for f in found]) for s in INJECTED}))
         list(pool.map(lambda i: _child("run", folder / f"run-{i:03d}.json"), range(done, done + runs)))
     print(f"{done + runs} runs")
 
@@ -91,23 +93,29 @@ def run(target: Path) -> None:
 
 
 def calibrate(target: Path) -> None:
-    """Writes, for each stage, the share of extra work that comes nearest to GOAL in processor time, over the stage's calls."""
+    """Writes, for each stage and share of extra work, its cost as a factor of processor time, over the stage's calls."""
     cases = build(Request(preset=PRESET)).cases
     layer = complete(get("blocked"))
-    target.write_text(json.dumps({stage: _nearest(layer, stage, whats, cases) for stage, whats in INJECTED.items()}))
+    target.write_text(json.dumps({stage: _factors(layer, stage, whats, cases) for stage, whats in INJECTED.items()}))
 
 
-def _nearest(layer: Implementation, stage: str, whats: Sequence[str], cases: Sequence[Case]) -> float:
-    logs: dict[float, list[float]] = {share: [] for share in SHARES}
+def _factors(layer: Implementation, stage: str, whats: Sequence[str], cases: Sequence[Case]) -> list[float]:
+    logs: list[list[float]] = [[] for _ in SHARES]
     for what in whats:
         plain = stage_call(layer, what, cases)
-        slow = {share: stage_call(slower(layer, stage, share), what, cases) for share in SHARES}
-        measure([plain, *slow.values()], rounds=30)
-        for share, call in slow.items():
-            logs[share].append(guard.middle(np.log(call.cpu_s) - np.log(plain.cpu_s)))
-    factors = {share: math.exp(sum(found) / len(found)) for share, found in logs.items()}
-    print(f"{stage}: " + ", ".join(f"{s:.3f} of the work again {f:.2f} x" for s, f in factors.items()), flush=True)
-    return min(factors, key=lambda share: abs(math.log(factors[share] / GOAL)))
+        slow = [stage_call(slower(layer, stage, share), what, cases) for share in SHARES]
+        measure([plain, *slow], rounds=30)
+        for found, call in zip(logs, slow, strict=True):
+            found.append(guard.middle(np.log(call.cpu_s) - np.log(plain.cpu_s)))
+    factors = [math.exp(sum(found) / len(found)) for found in logs]
+    print(f"{stage}: " + ", ".join(f"{s:.3f}: {f:.2f} x" for s, f in zip(SHARES, factors, strict=True)), flush=True)
+    return factors
+
+
+def _nearest(found: Sequence[Sequence[float]]) -> float:
+    """The share whose factor, in the middle of the processes, comes nearest to GOAL."""
+    factors = np.exp(np.log(found).mean(axis=0))
+    return SHARES[int(np.argmin(np.abs(np.log(factors / GOAL))))]
 
 
 def as_case(times: Samples, injected: str = "", part: float = 1.0) -> records.CaseRecord:
