@@ -146,7 +146,7 @@ def test_a_target_that_kills_its_process_gets_a_verdict_and_a_new_process(theirs
 
 
 def test_a_hang_ends_at_the_time_out_and_is_not_paid_for_by_every_law(theirs):
-    report = judge("hangs", "exact-experts", "value", "gradient-x", apart=True, timeout_s=2.0)
+    report = judge("hangs", "exact-experts", "value", "gradient-x", apart=True, timeout_s=1.0)
     assert [v.status for v in report.verdicts] == ["disagree", "disagree", "cannot run"]
     assert report.verdicts[0].finding is not None and "hung" in report.verdicts[0].finding.message
     assert report.exit_code == 1

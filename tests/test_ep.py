@@ -16,7 +16,7 @@ from dropless.parity.ep_cases import rank_routings
 from dropless.parity.global_view import global_view
 from dropless.parity.inputs import make_case
 from dropless.parity.judge import experts_findings
-from dropless.parity.kill import SPREAD
+from dropless.parity.kill import QUICK_COMPILE, SPREAD
 from dropless.parity.law_tools import by_oracle
 from dropless.parity.laws import laws_named
 from dropless.parity.laws_ep import LAWS, MESHES
@@ -30,7 +30,7 @@ PROBLEM = Problem(T=16, K=2, E=8, D=8, F=8, experts=Experts(shared_F=8, wo_bias=
 
 @pytest.fixture(autouse=True)
 def _compile_quickly(monkeypatch):
-    monkeypatch.setattr(running, "OPTIONS", dict(running.QUICK_COMPILE))
+    monkeypatch.setattr(running, "OPTIONS", dict(QUICK_COMPILE))
 
 
 @pytest.mark.world_size(8)
@@ -90,6 +90,7 @@ def test_what_xla_ep_declines_it_explains():
 
 def parity_of_ranks(size):
     """Runs in each process of `run_local`: the findings of one case spread over all devices, and y's bytes."""
+    running.OPTIONS.update(QUICK_COMPILE)
     problem = Problem(**size, mesh=expert_mesh(jax.device_count()))
     case = make_case(problem)
     implementation = registry.complete(xla_ep.IMPLEMENTATION)
@@ -121,7 +122,7 @@ def test_two_processes_give_what_one_gives():
     [
         ("raise", 200.0, "rank one says no"),
         ("die", 200.0, "rank 1 of 2 ended with status -9"),
-        ("hang", 8.0, "Timeout (0:00:0"),
+        ("hang", 6.0, "Timeout (0:00:0"),
     ],
 )
 def test_a_rank_that_fails_ends_all_in_time(how, limit, says):
@@ -166,7 +167,8 @@ def test_compare_starts_its_ranks_and_prints_their_traffic(tmp_path):
         "--no-timing",
         "--no-grad",
     ]
-    flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "COLUMNS": "120"}
+    ours = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in flag]
+    flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(ours), "COLUMNS": "120"}
     command += [*sizes, "--impl", "xla_ep", "--ranks-per-node", "2", "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | flags, timeout=400, check=False)
     assert done.returncode == 0, done.stderr
