@@ -278,7 +278,7 @@ def test_honest_quantised_layers_stay_within_the_gauge_on_copies(recipe):
 )
 def test_the_device_oracle_is_the_oracle(name, dtype, copied):
     router, experts = LAYERS[name]
-    problem = Problem(T=50, K=2, E=6, D=12, F=5, dtype=dtype, router=router, experts=experts)
+    problem = Problem(T=50, K=2, E=4, D=12, F=5, dtype=dtype, router=router, experts=experts)
     case = make_case(problem, seed=2, pattern="zipf", exponent=2.0)
     if copied:
         t = np.arange(50)

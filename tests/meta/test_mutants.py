@@ -44,7 +44,7 @@ def test_a_mutant_is_right_on_balanced_routing(name, monkeypatch):
 
 
 def test_honest_code_is_not_killed_where_mutants_are():
-    mutants = mutants_named(["two-per-cent-too-large", "row-past-a-tile-lost", "bias-inside-the-weights"])
+    mutants = [BUILT[n] for n in ("two-per-cent-too-large", "row-past-a-tile-lost", "bias-inside-the-weights")]
     matrix = kill_matrix(mutants, honest=[complete(get("loop_and_pad"))], whole=False)
     assert matrix.honest == {"loop_and_pad": []}
     assert matrix.ok
