@@ -124,6 +124,8 @@ def wrap(target: Any, *, name: str) -> Implementation:
     """
     if isinstance(target, Implementation):
         return target
+    if isinstance(target, type):  # its methods would take the problem for `self`
+        raise NotALayer(f"{name} is the class {target.__name__}; accepted: an instance of it, or a function")
     offered = {s: getattr(target, s) for s in (*STAGES, "experts_vjp") if callable(getattr(target, s, None))}
     if offered.keys() - {"experts_vjp"}:
         return Implementation(

@@ -220,6 +220,8 @@ def test_targets_that_do_not_import_or_cannot_be_called(theirs):
         check("their_missing:right")
     with pytest.raises(NotCallable, match="is a int"):
         check("their_layers:not_callable")
+    with pytest.raises(NotCallable, match="is the class Opaque; accepted: an instance"):
+        check("their_layers:Opaque")
 
 
 def test_options_are_refused_in_one_line():
