@@ -16,7 +16,7 @@ from .laws import laws_named
 from .problem import InvalidInput
 from .profiles import profile as profile_named
 from .spec import parse_case
-from .suite import BAD, Verdict, is_settled, merge_verdicts
+from .verdict import BAD, Verdict, is_settled, merge_verdicts
 from .worker import Ready, Worker
 
 

@@ -9,8 +9,8 @@ from .kill import Matrix
 from .profiles import profile
 from .records import FindingRecord, ResultRecord, new_case, new_record, write
 from .spec import parse_case
-from .suite import BAD, Verdict
 from .terminal import out, table
+from .verdict import BAD, Verdict
 
 SHOWN = ("known", "expected-different", *BAD)
 """Statuses that are described in full."""

@@ -25,7 +25,8 @@ from .laws import laws_named
 from .problem import DTYPES, InvalidInput, Problem
 from .profiles import LARGE, ONCE, check_words, covering_share, is_bare, plain_problems, profile
 from .spec import CaseSpec, parse_case
-from .suite import Settings, Verdict, forget_shape, run_case, run_law
+from .suite import Settings, forget_shape, run_case, run_law
+from .verdict import Verdict
 
 VIRTUAL_DEVICES = 8
 SHAPE_OF_OTHERS = "meets other shapes of the covering array"

@@ -16,7 +16,7 @@ from pathlib import Path
 from .laws import laws_named
 from .problem import InvalidInput
 from .schema import decode
-from .suite import Verdict
+from .verdict import Verdict
 
 SHIPPED = Path(__file__).parent / "data" / "known.json"
 """Upstream faults that this package knows of."""

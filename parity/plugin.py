@@ -100,7 +100,7 @@ class LawItem(pytest.Item):
     def runtest(self) -> None:
         """Judges the law: a skip when it does not apply, a failure when it does not hold."""
         from .check import describe
-        from .suite import BAD
+        from .verdict import BAD
 
         assert isinstance(self.parent, LawCollector)
         verdict = self.parent.judge(self.name)

@@ -19,7 +19,7 @@ from .compare import Finding
 from .job import Job
 from .laws import laws_named
 from .problem import InvalidInput
-from .suite import Verdict
+from .verdict import Verdict
 
 START_S = 300.0
 """Longest start: imports, and the target's own."""

@@ -19,7 +19,8 @@ from dropless.parity.law import law
 from dropless.parity.problem import InvalidInput, Problem
 from dropless.parity.profiles import FEW, plain_problems
 from dropless.parity.registry import get
-from dropless.parity.suite import Settings, Verdict, run_law
+from dropless.parity.suite import Settings, run_law
+from dropless.parity.verdict import Verdict
 
 FIXTURES = Path(__file__).parent / "fixtures"
 

@@ -8,8 +8,10 @@ from dropless.parity import complete, get
 from dropless.parity.covering import covering_problems, tiny_problems
 from dropless.parity.laws import LAWS, laws_named
 from dropless.parity.problem import InvalidInput
+from dropless.parity.routings import pinned
 from dropless.parity.spec import CaseSpec, freeze, parse_case
-from dropless.parity.suite import BAD, Settings, pinned, run_law
+from dropless.parity.suite import Settings, run_law
+from dropless.parity.verdict import BAD
 
 HERE = ("loop_and_pad", "blocked", "ragged_dot", "loop_host")
 SHAPES = {"plain": tiny_problems()[0], "clamp": tiny_problems()[1], "groups": tiny_problems()[2]}

@@ -17,7 +17,8 @@ from dropless.parity.check_report import record_report
 from dropless.parity.job import Bench, Job, load
 from dropless.parity.laws import LAWS, Law, laws_named
 from dropless.parity.profiles import ONCE
-from dropless.parity.suite import Verdict, run_law
+from dropless.parity.suite import run_law
+from dropless.parity.verdict import Verdict
 
 _BENCH: list[Bench] = []
 

@@ -10,7 +10,7 @@ from dropless.parity.job import Job, load
 from dropless.parity.laws import LAWS
 from dropless.parity.problem import DTYPES, SCORES, InvalidInput
 from dropless.parity.profiles import EVERY_SHAPE, SHARE, covering_share
-from dropless.parity.suite import Verdict, is_settled, merge_verdicts
+from dropless.parity.verdict import Verdict, is_settled, merge_verdicts
 
 
 def settings_of(problem):
