@@ -48,6 +48,22 @@ def run(
     return case
 
 
+@pytest.mark.parametrize("rounds", [5, 8, 30])
+def test_the_error_of_a_middle_is_the_spread_of_middles_and_deaf_to_a_few_slow_rounds(rounds):
+    rng = np.random.default_rng(rounds)
+    quiet = rng.normal(0.0, 0.05, (1000, rounds))
+    errors = np.array([guard.middle_error(x) for x in quiet])
+    spread = np.std([guard.middle(x) for x in quiet])
+    widened = math.sqrt((rounds - 1) / (rounds - 3))
+    assert 0.95 < np.sqrt(np.mean(errors**2)) / (spread * widened) < 1.1
+    slow = quiet.copy()
+    slow[:, : rounds // 8] += 3.0
+    disturbed = np.mean([guard.middle_error(x) for x in slow])
+    assert disturbed < 1.6 * errors.mean()
+    assert rounds < 8 or np.std(slow, axis=1).mean() > 10 * np.std(quiet, axis=1).mean()
+    assert guard.middle_error(quiet[0, :1]) == 0.0
+
+
 @pytest.fixture
 def measured(monkeypatch):
     """What the guard asked for, once `runs` are set: the fresh processes' measurements, in order."""

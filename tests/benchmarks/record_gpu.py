@@ -94,12 +94,16 @@ def record_case(
     problem: Problem,
     whats: tuple[str, ...],
     *,
-    beside: Callable[[Implementation, list[Case]], Makers] | None,
+    beside: Callable[[Implementation, list[Case]], Makers] | None = None,
+    place: Callable[[Case], Case] = lambda case: case,
 ) -> CaseRecord:
-    """One problem on one implementation; `beside` makes the calls that are timed in turn with it, and not judged."""
+    """One problem on one implementation; `beside` makes the calls that are timed in turn with it, and not judged.
+
+    `place` moves what runs and is judged to where it is used, when that is several devices.
+    """
     result = ResultRecord(implementation=implementation.name, verdict="agree")
     result.own_stages = sorted(set(implementation.stages) - set(implementation.composed))
-    cases = [drawn(problem, seed) for seed in range(2)]
+    cases = [place(drawn(problem, seed)) for seed in range(2)]
     cases[1] = cases[1].replace(params=cases[0].params)
     record = new_case(label, problem, source="zipf at a fixed routing; the layer routes tokens itself")
     sizes = np.bincount(np.asarray(cases[0].routing.topk_idx).ravel(), minlength=problem.E)
