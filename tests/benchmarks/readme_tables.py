@@ -2,9 +2,9 @@
 
     python tests/benchmarks/readme_tables.py [--check]
 
-That is `dropless report --readme` for each of them, and two tables of what only records of several GPUs hold: kernels and laws, between
-`<!-- kernels: RECORD... -->`, or `<!-- ep laws: RECORD... -->`, and `<!-- end of table -->`. With --check it changes nothing and
-exits 1 when a table is out of date.
+That is `dropless report --readme` for each of them, and tables of what only records of several GPUs hold, between
+`<!-- VIEW: RECORD... -->` and `<!-- end of table -->`; VIEW is one of VIEWS. With --check it changes nothing and exits 1 when a table
+is out of date.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-import numpy as np
-from dropless.parity.records import read, write_text
+from dropless.parity.records import CaseRecord, ResultRecord, read, write_text
 from dropless.parity.report_readme import refresh
+from dropless.parity.terminal import size
 
 ROOT = Path(__file__).parents[2]
 READMES = ("README.md", "optimized/README.md", "tests/benchmarks/README.md")
@@ -30,7 +31,11 @@ GROUPS = {
     "routing state": ("scan_flat", "nccl_ep::ht::"),
 }
 """Column -> parts of its kernels' names; what belongs to none is `other`."""
-PART = re.compile(r"(<!-- (kernels|ep laws): ([^>]*) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+PART = re.compile(r"(<!-- (ep [a-z]+): ([^>]*) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+LINK_GB_PER_S = 450
+"""NVLink's, a direction."""
+AIMS = {(4096, 3584): (500, 560), (7168, 2048): (570, 600), (2048, 768): (340, 420)}
+"""D, F -> useful TFLOP/s a GPU that te_ep aims at under a balanced load: forward, forward + backward."""
 
 
 def main() -> int:
@@ -52,14 +57,82 @@ def main() -> int:
 
 def renewed(text: str) -> str:
     """The text with its tables made anew from the records that they name."""
-    views = {"kernels": kernels, "ep laws": laws}
-    return PART.sub(lambda m: m[1] + views[m[2]]([ROOT / name for name in m[3].split()]) + m[4], text)
+    return PART.sub(lambda m: m[1] + VIEWS[m[2]]([ROOT / name for name in m[3].split()]) + m[4], text)
 
 
 def kernels(paths: list[Path]) -> str:
     """Microseconds of one call by kernel, on the GPU that waits least in combine."""
     columns = ["layer", "implementation", "call", *GROUPS, "other", "queued call", "TFLOP/s a GPU"]
-    return table([columns, *(row for path in paths for row in rows(path))])
+    return table([columns, *rows(paths)])
+
+
+def layers(paths: list[Path]) -> str:
+    """Whole layers: rates beside the aims, the part of the kernels' time that moves tokens, and memory."""
+    calls = ("layer forward", "layer forward+backward")
+    lines = [
+        ["layer", "load", "implementation", "TFLOP/s a GPU", "aim", "communication", "temporaries", "process's peak"]
+    ]
+    for case, result in results(paths):
+        timings = [t for what in calls if (t := result.timing(what))]
+        if len(timings) != len(calls):
+            continue
+        p = case.problem
+        shares = [result.notes[what]["communication_share"] for what in calls]
+        aim = AIMS[p["D"], p["F"]] if (result.implementation, case.label) == ("te_ep", "balanced") else ()
+        lines.append(
+            [
+                shape(p),
+                case.label,
+                f"`{result.implementation}`",
+                " / ".join(f"{t.useful_flops / t.median / 1e12:.0f}" for t in timings),
+                " / ".join(map(str, aim)) or "-",
+                " / ".join(f"{100 * share:.0f} %" for share in shares),
+                size(timings[-1].temp_bytes),
+                size(result.notes["peak_bytes"]),
+            ]
+        )
+    return table(lines)
+
+
+def exchange(paths: list[Path]) -> str:
+    """Dispatch and combine alone, uniform random experts: what crosses, how long it takes, and the bytes' rate."""
+    lines = [
+        ["D, experts, top-k", "tokens a GPU", "implementation", "MB sent: once, raw", "dispatch", "GB/s: once, raw"]
+    ]
+    lines[0] += [f"of {LINK_GB_PER_S} GB/s", "dispatch and combine", "prepare"]
+    for case, result in results(paths):
+        if (dispatch := result.timing("dispatch")) is None:
+            continue
+        p, sent = case.problem, [max(case.traffic[name]) for name in ("sent", "sent_raw")]
+        rates = [bytes_ / dispatch.median / 1e9 for bytes_ in sent]
+        both, prepare = result.timing("dispatch and combine"), result.timing("prepare")
+        lines.append(
+            [
+                f"{p['D']}, {p['E']}, {p['K']}",
+                f"{p['T'] // case.traffic['ranks']:,}",
+                f"`{result.implementation}`",
+                ", ".join(f"{bytes_ / 1e6:.0f}" for bytes_ in sent),
+                f"{1e6 * dispatch.median:,.0f} us",
+                ", ".join(f"{rate:.3g}" for rate in rates),
+                f"{100 * rates[0] / LINK_GB_PER_S:.2g} %",
+                f"{1e6 * both.median:,.0f} us",
+                f"{1e6 * prepare.median:,.0f} us" if prepare else "-",
+            ]
+        )
+    return table(lines)
+
+
+def results(paths: list[Path]) -> Iterator[tuple[CaseRecord, ResultRecord]]:
+    """Every result of the records, with its case."""
+    for path in paths:
+        for case in read(path).cases:
+            for result in case.results:
+                yield case, result
+
+
+def shape(problem: dict[str, Any]) -> str:
+    """A layer's sizes."""
+    return f"{problem['D']} x {problem['F']}, {problem['E']} experts, top-{problem['K']}"
 
 
 def laws(paths: list[Path]) -> str:
@@ -92,26 +165,20 @@ def table(lines: list[list[str]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in (lines[0], rule, *lines[1:]))
 
 
-def rows(path: Path) -> Iterator[list[str]]:
+def rows(paths: list[Path]) -> Iterator[list[str]]:
     """A row for each implementation and call under a balanced load."""
-    for case in read(path).cases:
-        if case.label != LOAD:
-            continue
-        p = case.problem
-        layer = f"{p['D']} x {p['F']}, {p['E']} experts, top-{p['K']}"
-        for result in case.results:
-            for timing in result.timings:
-                gpus = [grouped(kernels) for kernels in result.notes[timing.what]["kernels_us"]]
-                least = min(gpus, key=lambda g: g["combine kernel"])
-                median = float(np.median(timing.device_s))
-                yield [
-                    layer,
-                    f"`{result.implementation}`",
-                    timing.what.removeprefix("layer "),
-                    *(f"{us:.0f}" for us in least.values()),
-                    f"{1e3 * median:.2f} ms",
-                    f"{timing.useful_flops / median / 1e12:.0f}",
-                ]
+    for case, result in results(paths):
+        for timing in result.timings if case.label == LOAD else ():
+            gpus = [grouped(kernels) for kernels in result.notes[timing.what]["kernels_us"]]
+            least = min(gpus, key=lambda g: g["combine kernel"])
+            yield [
+                shape(case.problem),
+                f"`{result.implementation}`",
+                timing.what.removeprefix("layer "),
+                *(f"{us:.0f}" for us in least.values()),
+                f"{1e3 * timing.median:.2f} ms",
+                f"{timing.flops_per_s / 1e12:.0f}",
+            ]
 
 
 def grouped(kernels: dict[str, float]) -> dict[str, float]:
@@ -121,6 +188,9 @@ def grouped(kernels: dict[str, float]) -> dict[str, float]:
         column = next((c for c, parts in GROUPS.items() if any(part in name for part in parts)), "other")
         found[column] += us
     return found
+
+
+VIEWS = {"ep layers": layers, "ep exchange": exchange, "ep kernels": kernels, "ep laws": laws}
 
 
 if __name__ == "__main__":
