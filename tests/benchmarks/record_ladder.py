@@ -15,9 +15,6 @@ from pathlib import Path
 
 import jax
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from dropless.parity import ladder
 from dropless.parity.cli_ladder import ranks_for
 from dropless.parity.costs import padded_rows
@@ -29,7 +26,7 @@ from ep_measure import placed
 from record_gpu import TOKENS, record_case
 
 PRESET = "mixtral-8x7b"
-RUNGS = ("loop_and_pad", "te_gemm", "te_dispatch", "te", "te_ep")
+ON_GPUS = ("loop_and_pad", "te_gemm", "te_dispatch", "te", "te_ep")
 
 
 def main() -> None:
@@ -44,7 +41,7 @@ def main() -> None:
         problem = problem.replace(T=64, D=64, F=32)
     record = new_record("ladder", command={"preset": PRESET, "tokens": problem.T})
     for rung in ladder.RUNGS:
-        if rung.name not in (given.tiny.split(",") if given.tiny else RUNGS):
+        if rung.name not in (given.tiny.split(",") if given.tiny else ON_GPUS):
             continue
         began = time.perf_counter()
         case = record_rung(rung, problem)
